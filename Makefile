@@ -1,0 +1,50 @@
+# Everything runs in .venv, which the first target builds. PYTHON picks the interpreter (3.11 or newer).
+PYTHON ?= python3
+RUN := .venv/bin/
+OP ?=
+
+.PHONY: demo test test-gpu test-nightly lint bench sanitize size
+
+# the main job: MINI checkpoints of both families, decoded by the Triton ops and compared op by op with the reference
+demo: .venv/ready
+	rm -rf build/demo && mkdir -p build/demo
+	for family in k3 kimi-linear; do \
+	  $(RUN)kimi-kernels make-mini build/demo/$$family --family $$family && \
+	  $(RUN)kimi-kernels decode build/demo/$$family --tokens 1,2,3 --new 8 --backend triton && \
+	  $(RUN)kimi-kernels compare build/demo/$$family --left reference --right triton --steps 2 || exit 1; \
+	done
+
+test: .venv/ready-dev
+	$(RUN)ruff check . && $(RUN)ruff format --check .
+	$(RUN)mypy
+	$(RUN)python -m pytest -n 2
+
+# on a machine with a GPU: its own torch and triton, no venv
+test-gpu:
+	$(PYTHON) -m pytest -m gpu
+
+test-nightly: .venv/ready-dev
+	HYPOTHESIS_PROFILE=nightly $(RUN)python -m pytest -n 2
+
+lint: .venv/ready-dev
+	$(RUN)ruff check --fix . && $(RUN)ruff format . && $(RUN)mypy
+
+bench:
+	$(PYTHON) -m kimi_kernels.bench --config k3 --tp 8 --rows 1 $(if $(OP),--ops $(OP))
+
+sanitize:
+	compute-sanitizer --tool memcheck $(PYTHON) -m pytest -m gpu -k mini
+
+size:
+	@git ls-files '*.py' | xargs wc -l | sort -n
+
+# torch first and pinned: an unpinned torch pulls gigabytes of CUDA libraries
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(RUN)pip install -q torch==2.13.0 triton==3.6.0
+	$(RUN)pip install -q -e .
+	touch $@
+
+.venv/ready-dev: .venv/ready
+	$(RUN)pip install -q -e '.[dev]'
+	touch $@

@@ -1,0 +1,133 @@
+"""Runs decode steps on two backends at once, op by op on the same inputs, and checks both against the float64 bound.
+
+    report = compare_step("reference", "triton", config, weights, tokens=[1, 2], steps=4)
+    report.passed, report.failure, report.ops
+
+What the left side computes goes on to the next op, so an error of the right side never spreads: each op is judged alone. The pools
+start as NaN, so that reading what no step wrote shows. The run stops at the first op over its bound.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+from tqdm import tqdm
+
+from kimi_kernels.backends import make_ops, single_rank
+from kimi_kernels.compare import Result, assert_same_bits, compare_outputs
+from kimi_kernels.config import KimiConfig
+from kimi_kernels.decoder import Decoder
+from kimi_kernels.op_specs import OPS
+from kimi_kernels.places import Locator
+from kimi_kernels.weights import ModelWeights
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class OpReport:
+    """One op over all its calls: worst error of each side as a fraction of its bound, and where that was."""
+
+    op: str
+    calls: int = 0
+    left_ratio: float = 0.0
+    left_where: str = ""
+    right_ratio: float = 0.0
+    right_where: str = ""
+
+
+@dataclass
+class StepReport:
+    """Outcome of `compare_step`; `failure` is empty or says which op of which side left its bound, and where."""
+
+    ops: dict[str, OpReport] = field(default_factory=dict)  # in the order of the step
+    steps: int = 0  # completed
+    fed: list[int] = field(default_factory=list)  # the token of each step
+    failure: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.failure
+
+
+class _OverBound(Exception):
+    """Ends the run; its text is the failure."""
+
+
+def compare_step(
+    left: str,
+    right: str,
+    config: KimiConfig,
+    weights: ModelWeights,
+    tokens: list[int],
+    steps: int,
+    device: torch.device | str = "cpu",
+    right_ops: SimpleNamespace | None = None,
+    progress: bool = False,
+) -> StepReport:
+    """Feeds `tokens`, then the greedy continuation, `steps` steps in all. `config` and `weights` are one rank's.
+
+    `right_ops` replaces the namespace of backend `right`. Raises ValueError for tokens or steps that cannot run.
+    """
+    if steps < 1 or not tokens:
+        raise ValueError(f"compare_step: needs at least one step and one token, got {steps} and {tokens}")
+    vocab = weights.embed.shape[0]
+    if bad := [token for token in tokens if not 0 <= token < vocab]:
+        raise ValueError(f"compare_step: token ids must be in [0, {vocab}), got {bad[:8]}")
+    report = StepReport()
+    pair = _Pair({left: make_ops(left, device)}, {right: right_ops or make_ops(right, device)}, weights, report)
+    # backend "reference": the pair runs on the host side step by step, never in a graph
+    decoder = Decoder(config, weights, "reference", 1, steps, str(device), ops=pair.namespace())
+    for layer in decoder.state.layers:
+        for pool in vars(layer).values():
+            pool.fill_(torch.nan)
+    token = tokens[0]
+    try:
+        for step in tqdm(range(steps), unit="step", disable=None if progress else True):
+            token = tokens[step] if step < len(tokens) else token
+            report.fed.append(token)
+            output = decoder.step(torch.tensor([token], device=device))
+            token = int(output.tokens[0])
+            report.steps += 1
+    except _OverBound as failure:
+        report.failure = str(failure)
+    return report
+
+
+class _Pair:
+    """Two namespaces run as one."""
+
+    def __init__(self, left: dict, right: dict, weights: ModelWeights, report: StepReport):
+        (self.left_name, self.left), (self.right_name, self.right) = *left.items(), *right.items()
+        self.locator, self.report = Locator(weights), report
+
+    def namespace(self) -> SimpleNamespace:
+        return SimpleNamespace(**{op: partial(self._call, op) for op in OPS}, **single_rank())
+
+    def _call(self, op: str, *args):
+        """Runs both sides on `args`, the right one on copies of what the op changes; returns the left outputs."""
+        spec, place = OPS[op], self.locator.locate(args)
+        before = tuple(_snapshot(arg, name in spec.inplace) for name, arg in zip(spec.args, args, strict=True))
+        right_args = tuple(a.clone() if name in spec.inplace else a for name, a in zip(spec.args, args, strict=True))
+        right = getattr(self.right, op)(*right_args)
+        left = getattr(self.left, op)(*args)
+        entry = self.report.ops.setdefault(op, OpReport(op))
+        entry.calls += 1
+        where = f"step {len(self.report.fed) - 1}, {place}"
+        for side, name, outputs, after in (
+            ("left", self.left_name, left, args),
+            ("right", self.right_name, right, right_args),
+        ):
+            changed = {name: arg for name, arg in zip(spec.args, after, strict=True) if name in spec.inplace}
+            result = compare_outputs(op, before, outputs, changed)
+            _note(entry, side, result, where)
+            if result.failure:
+                raise _OverBound(f"{where}, {side} side ({name}): {result.failure}")
+        return left
+
+
+def _note(entry: OpReport, side: str, result: Result, where: str) -> None:
+    if result.ratio >= getattr(entry, f"{side}_ratio"):
+        setattr(entry, f"{side}_ratio", result.ratio)
+        setattr(entry, f"{side}_where", f"{where}, {result.where}".removesuffix(", "))

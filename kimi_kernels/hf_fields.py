@@ -1,0 +1,147 @@
+"""Typed access to the fields of a `config.json`: complaints are collected, none is raised, so that one error lists all.
+
+A getter returns None after a complaint; a complaint reads `field: expected ..., got ...`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+ABSENT = "nothing"  # shown as the value of a missing field; no field has it as a value
+
+# released name -> other spellings: of transformers' attributes, and of its form for the fields of linear_attn_config
+SPELLINGS = {
+    "dtype": ("torch_dtype",),
+    "max_position_embeddings": ("model_max_length",),
+    "moe_renormalize": ("norm_topk_prob",),
+    "num_expert_group": ("n_group",),
+    "num_experts": ("num_local_experts",),
+    "num_experts_per_token": ("num_experts_per_tok",),
+    "num_shared_experts": ("n_shared_experts",),
+    "linear_attn_config.num_heads": ("linear_num_heads",),
+    "linear_attn_config.head_dim": ("linear_head_dim",),
+    "linear_attn_config.short_conv_kernel_size": ("linear_conv_kernel_dim",),
+}
+OUTER_TOO = ("dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")  # a wrapper may hold them as well
+
+
+class Fields:
+    """One dict of a config with what surrounds it; sections share the list of problems."""
+
+    def __init__(self, data: dict[str, Any], outer: dict[str, Any] | None = None):
+        self.data, self.outer = data, outer or {}
+        self.prefix = "text_config." if outer else ""
+        self.problems: list[str] = []
+        self.parent: Fields | None = None
+        self.section_name = ""
+
+    def problem(self, name: str, expected: object, got: object, prefix: str | None = None) -> None:
+        where = self.prefix if prefix is None else prefix
+        self.problems.append(f"{where}{name}: expected {expected}, got {got}")
+
+    def section(self, name: str, required: bool = True) -> "Fields":
+        """The fields of a nested object; of an empty one where it is absent or no object."""
+        data = self.raw(name, ABSENT if required else {})
+        if not isinstance(data, dict):
+            self.problem(name, "an object", data)
+            data = {}
+        part = Fields(data)
+        part.prefix, part.problems, part.parent, part.section_name = f"{self.prefix}{name}.", self.problems, self, name
+        return part
+
+    def raw(self, name: str, default: object = ABSENT) -> Any:
+        """The value under any of its spellings; contradictory spellings are a problem. ABSENT if there is none."""
+        spelled = SPELLINGS.get(f"{self.section_name}.{name}" if self.parent else name, ())
+        places = [(self.prefix + name, self.data, name)]
+        upper = self.parent or self
+        places += [(upper.prefix + other, upper.data, other) for other in spelled]
+        if name in OUTER_TOO:
+            places += [(other, self.outer, other) for other in (name, *spelled)]
+        found = [(shown, data[key]) for shown, data, key in places if key in data]
+        for shown, value in found[1:]:
+            if value != found[0][1]:
+                self.problem(shown, f"{found[0][1]} as in {found[0][0]}", value, prefix="")
+        return found[0][1] if found else default
+
+    def integer(
+        self,
+        name: str,
+        minimum: int = 1,
+        multiple: int = 1,
+        choices: Sequence[int] = (),
+        nullable: bool = False,
+        default: object = ABSENT,
+    ) -> Any:
+        value = self.raw(name, default)
+        if value is default is not ABSENT or (value is None and nullable):
+            return value
+        ok = isinstance(value, int) and not isinstance(value, bool) and value >= minimum and value % multiple == 0
+        if not ok or (choices and value not in choices):
+            expected = f"an integer of at least {minimum}" if multiple == 1 else f"a positive multiple of {multiple}"
+            if choices:
+                expected = f"one of {tuple(choices)}"
+            self.problem(name, expected + (" or null" if nullable else ""), value)
+            return None
+        return value
+
+    def number(
+        self,
+        name: str,
+        above: float = float("-inf"),
+        below: float = float("inf"),
+        nullable: bool = False,
+        default: object = ABSENT,
+    ) -> Any:
+        value = self.raw(name, default)
+        if value is default is not ABSENT or (value is None and nullable):
+            return value
+        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < below:
+            bound = f"above {above}" if below == float("inf") else f"below {below}"
+            self.problem(name, f"a number {bound}" + (" or null" if nullable else ""), value)
+            return None
+        return float(value)
+
+    def flag(self, name: str, default: object = ABSENT) -> Any:
+        value = self.raw(name, default)
+        if value is default is not ABSENT:
+            return value
+        if not isinstance(value, bool):
+            self.problem(name, "true or false", value)
+            return None
+        return value
+
+    def fixed(self, name: str, expected: object, default: object = ABSENT, why: str = "") -> None:
+        """A field of which one value is supported."""
+        value = self.raw(name, default)
+        if type(value) is not type(expected) or value != expected:
+            self.problem(name, f"{expected} ({why})" if why else expected, value)
+
+    def layer_split(self, first: str, second: str, count: int) -> tuple[int, ...] | None:
+        """0-based layers of `second`; both 1-based lists must partition 1..count. None if both are absent."""
+        lists = {name: self.raw(name) for name in (first, second)}
+        if all(layers is ABSENT for layers in lists.values()):
+            return None
+        for name, layers in lists.items():
+            if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+                self.problem(name, "a list of layer numbers", layers)
+                return ()
+        listed = lists[first] + lists[second]
+        every = range(1, count + 1)
+        faults = {
+            "in none": [layer for layer in every if layer not in listed],
+            "more than once": sorted({layer for layer in listed if listed.count(layer) > 1}),
+            "outside": sorted({layer for layer in listed if layer not in every}),
+        }
+        shown = ", ".join(f"{layers} {fault}" for fault, layers in faults.items() if layers)
+        if shown:
+            self.problem(f"{first} and {second}", f"every layer of 1..{count} exactly once", shown)
+        return tuple(sorted(layer - 1 for layer in lists[second]))
+
+    def layer_kinds(self, name: str, kinds: tuple[str, str], count: int) -> tuple[int, ...] | None:
+        """0-based layers of the second kind in a list with one kind per layer; None if the list is absent."""
+        values = self.raw(name, None)
+        if values is None:
+            return None
+        if not isinstance(values, list) or len(values) != count or not all(value in kinds for value in values):
+            self.problem(name, f"{count} entries of {' or '.join(kinds)}", values)
+            return ()
+        return tuple(layer for layer, value in enumerate(values) if value == kinds[1])

@@ -1,0 +1,125 @@
+"""Rules of the repository that a machine can hold: name parity, documented paths, size limits, import directions, bans."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kimi_kernels import reference
+from kimi_kernels.op_specs import OPS, markdown_table
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("kimi_kernels", "triton_ops", "cute_megakernel", "sglang_integration")
+SOURCES = [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))]
+DOCS = ("README.md", "DESIGN.md", "MEASURED.md", "CONTRIBUTING.md")
+ALLOWED_IMPORTS = {
+    "kimi_kernels": {"kimi_kernels"},
+    "triton_ops": {"triton_ops", "kimi_kernels"},
+    "cute_megakernel": {"cute_megakernel", "kimi_kernels"},
+    "sglang_integration": set(PACKAGES),
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_op_has_one_name_and_one_signature_everywhere(op):
+    want = list(OPS[op].args)
+    kernel = getattr(importlib.import_module("triton_ops"), op)
+    assert list(inspect.signature(getattr(reference, op)).parameters) == want
+    assert list(inspect.signature(kernel).parameters) == want
+    assert Path(inspect.getsourcefile(kernel)).name == f"{op}.py"
+    assert (ROOT / "tests" / f"test_{op}.py").exists()
+
+
+def test_ops_stand_in_the_order_of_the_step():
+    """The reference, `triton_ops.__init__` and the table list the ops in one order."""
+    order = list(OPS)
+    defined = [n.name for n in ast.parse(inspect.getsource(reference)).body if isinstance(n, ast.FunctionDef)]
+    assert [name for name in defined if name in OPS] == order
+    tree = ast.parse((ROOT / "triton_ops/__init__.py").read_text())
+    imported = [alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert sorted(imported) == sorted(order)
+
+
+def test_every_op_of_the_table_runs_in_some_step():
+    used = {call.func.attr for call in ast.walk(ast.parse((ROOT / "kimi_kernels/decode_step.py").read_text()))
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)}  # fmt: skip
+    assert set(OPS) <= used
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_source_limits_and_import_direction(path):
+    text = path.read_text()
+    lines = text.count("\n")
+    package = path.relative_to(ROOT).parts[0]
+    assert lines <= (400 if package == "triton_ops" else 600), f"{lines} lines"
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "module docstring missing"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 120, f"{node.name} is {node.end_lineno - node.lineno} lines long"
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        for name in names:
+            top = name.split(".")[0]
+            assert top not in PACKAGES or top in ALLOWED_IMPORTS[package], f"{package} must not import {name}"
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            text_of = ast.unparse(node)
+            assert not re.search(r"\b(cutlass|sglang)\b", text_of), f"{text_of} must not run on import"
+            assert package == "triton_ops" or not re.search(r"import triton\b|from triton\b", text_of)
+
+
+def test_median_source_file_is_short():
+    lengths = sorted(p.read_text().count("\n") for p in SOURCES)
+    assert lengths[len(lengths) // 2] < 200
+
+
+@pytest.mark.parametrize("doc", DOCS)
+def test_documents_name_only_paths_that_exist(doc):
+    text = (ROOT / doc).read_text()
+    named = re.findall(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml|json|txt|png))`", text)
+    folders = ("", "kimi_kernels", "triton_ops", "tests", "benchmarks")
+    outside = {"config.json", "model.safetensors.index.json"}  # files of a checkpoint
+    missing = [n for n in named if n not in outside and not any((ROOT / f / n).exists() for f in folders)]
+    assert not missing, f"{doc} names {missing}"
+
+
+def test_design_shows_the_op_table():
+    shown = (ROOT / "DESIGN.md").read_text().split("<!-- ops -->\n")[1].split("<!-- /ops -->")[0].strip()
+    assert shown == markdown_table(), "run python -m kimi_kernels.op_specs and paste"
+
+
+BANS = {
+    r"^\s*#\s*[-=#]{5,}": "banner",
+    r"\bTODO\b(?!\()": "TODO without an anchor",
+    r"(?<![\w.])print\(": "print in a package",
+    r"/(?:home|root|tmp|work)/": "path of one machine",
+}
+
+
+@pytest.mark.parametrize("ban", BANS)
+def test_banned_patterns(ban):
+    allowed = {"print in a package": {"cli.py", "bench.py"}}.get(BANS[ban], set())
+    hits = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in SOURCES
+        if path.name not in allowed
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(ban, line)
+    ]
+    assert not hits, f"{BANS[ban]}: {hits}"
+
+
+def test_packages_import_without_gpu_and_without_optional_packages():
+    code = "import kimi_kernels, triton_ops, cute_megakernel, sglang_integration"
+    blocked = "import sys; [sys.modules.__setitem__(m, None) for m in ('cutlass', 'sglang', 'transformers', 'fla')]; "
+    done = subprocess.run([sys.executable, "-c", blocked + code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,108 @@
+"""The independent oracle: transformers' own KimiLinearForCausalLM writes the checkpoint, chooses tokens and gives logits."""
+
+import pytest
+import torch
+
+from kimi_kernels.checkpoint import load_weights
+from kimi_kernels.composed_bound import exact_steps
+from kimi_kernels.decoder import Decoder
+from kimi_kernels.hf_config import load_config
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+
+PROMPT = [3, 17, 40, 7]
+NEW = 32
+SIZES = {
+    "small": dict(hidden_size=64, layers=4, full=(4,), heads=2, kda=(2, 16), lora=32, nope=16, rope=16, v=16, experts=8),
+    "wide": dict(hidden_size=144, layers=5, full=(2, 5), heads=3, kda=(4, 32), lora=64, nope=32, rope=16, v=32, experts=12),
+}
+
+
+def make_model(size: str, dtype: torch.dtype, seed: int = 0):
+    s = SIZES[size]
+    heads, dim = s["kda"]
+    full = list(s["full"])
+    config = transformers.KimiLinearConfig(
+        vocab_size=256,
+        hidden_size=s["hidden_size"],
+        intermediate_size=3 * s["hidden_size"],
+        moe_intermediate_size=48,
+        num_hidden_layers=s["layers"],
+        num_attention_heads=s["heads"],
+        num_key_value_heads=s["heads"],
+        kv_lora_rank=s["lora"],
+        qk_nope_head_dim=s["nope"],
+        qk_rope_head_dim=s["rope"],
+        v_head_dim=s["v"],
+        num_local_experts=s["experts"],
+        num_experts_per_tok=3,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=255,
+        pad_token_id=254,
+        linear_attn_config=dict(
+            head_dim=dim,
+            num_heads=heads,
+            short_conv_kernel_size=4,
+            full_attn_layers=full,
+            kda_layers=[l for l in range(1, s["layers"] + 1) if l not in full],
+        ),
+    )
+    torch.manual_seed(seed)
+    model = transformers.KimiLinearForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() >= 2 and "conv" not in name:
+                p.normal_(0, p.shape[-1] ** -0.5)
+            elif name.endswith("A_log"):
+                p.uniform_(0.0, 2.0)
+            elif name.endswith("dt_bias"):
+                p.normal_(-2.0, 1.0)
+            elif "norm" in name:
+                p.uniform_(0.7, 1.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.1, 0.1)
+    return model.to(dtype)
+
+
+def oracle(model) -> tuple[list[int], torch.Tensor]:
+    """Greedy tokens of transformers, and its logits at the positions that chose them."""
+    ids = torch.tensor([PROMPT])
+    out = model.generate(
+        ids,
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=None,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[0, len(PROMPT) :].tolist(), torch.cat(out.logits).float()
+
+
+@pytest.fixture(scope="module", params=[("small", "float32"), ("wide", "float32"), ("small", "bfloat16"), ("wide", "bfloat16")])
+def written(request, tmp_path_factory):
+    """A checkpoint that transformers wrote, its tokens and logits, and ours loaded from it."""
+    size, dtype = request.param
+    model = make_model(size, getattr(torch, dtype))
+    directory = tmp_path_factory.mktemp(f"{size}-{dtype}")
+    model.save_pretrained(directory)
+    tokens, logits = oracle(model)
+    config = load_config(directory)
+    return config, load_weights(directory, config, progress=False), tokens, logits
+
+
+@pytest.mark.parametrize("backend", ("reference", "triton"))
+def test_same_greedy_tokens_and_logits_within_the_composed_bound(written, backend, device):
+    config, weights, tokens, logits = written
+    exact = exact_steps(config, weights, PROMPT + tokens[:-1])
+    start = len(PROMPT) - 1
+    want, bound = exact.logits[start:], exact.bound[start:]
+    got = Decoder(config, weights, backend, context=128).generate([PROMPT], NEW)
+    ours = (got.logits[:, 0].double() - want).abs().amax(-1)
+    theirs = (logits.double() - want).abs().amax(-1)
+    top2 = want.topk(2).values
+    margin = top2[:, 0] - top2[:, 1]
+    print(f"worst of bound: ours {float((ours / bound).max()):.3f}, transformers {float((theirs / bound).max()):.3f}")
+    assert got.tokens[0] == tokens, f"smallest margin {float(margin.min()):.3g}, bound {float(bound.max()):.3g}"
+    assert bool((ours <= bound).all()), f"{backend}: logits at {float((ours / bound).max()):.3g} of the composed bound"
