@@ -3,8 +3,8 @@
     report = compare_step("reference", "triton", config, weights, tokens=[1, 2], steps=4)
     report.passed, report.failure, report.ops
 
-What the left side computes goes on to the next op, so an error of the right side never spreads: each op is judged alone. The pools
-start as NaN, so that reading what no step wrote shows. The run stops at the first op over its bound.
+What the left side computes goes on to the next op, so an error of the right side never spreads: each op is judged
+alone. The pools start as NaN, so that reading what no step wrote shows. The run stops at the first op over its bound.
 """
 
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from kimi_kernels.config import KimiConfig
 from kimi_kernels.decoder import Decoder
 from kimi_kernels.op_specs import OPS
 from kimi_kernels.places import Locator
+from kimi_kernels.traffic import argument_kind
 from kimi_kernels.weights import ModelWeights
 
 Tensor = torch.Tensor
@@ -76,7 +77,8 @@ def compare_step(
     if bad := [token for token in tokens if not 0 <= token < vocab]:
         raise ValueError(f"compare_step: token ids must be in [0, {vocab}), got {bad[:8]}")
     report = StepReport()
-    pair = _Pair({left: make_ops(left, device)}, {right: right_ops or make_ops(right, device)}, weights, report)
+    sides = {"left": (left, make_ops(left, device)), "right": (right, right_ops or make_ops(right, device))}
+    pair = _Pair(sides, weights, report)
     # backend "reference": the pair runs on the host side step by step, never in a graph
     decoder = Decoder(config, weights, "reference", 1, steps, str(device), ops=pair.namespace())
     for layer in decoder.state.layers:
@@ -98,36 +100,55 @@ def compare_step(
 class _Pair:
     """Two namespaces run as one."""
 
-    def __init__(self, left: dict, right: dict, weights: ModelWeights, report: StepReport):
-        (self.left_name, self.left), (self.right_name, self.right) = *left.items(), *right.items()
-        self.locator, self.report = Locator(weights), report
+    def __init__(self, sides: dict[str, tuple[str, SimpleNamespace]], weights: ModelWeights, report: StepReport):
+        self.sides, self.locator, self.report = sides, Locator(weights), report
 
     def namespace(self) -> SimpleNamespace:
         return SimpleNamespace(**{op: partial(self._call, op) for op in OPS}, **single_rank())
 
     def _call(self, op: str, *args):
-        """Runs both sides on `args`, the right one on copies of what the op changes; returns the left outputs."""
+        """Runs both sides, the right one on copies of what the op changes; returns the left outputs."""
         spec, place = OPS[op], self.locator.locate(args)
-        before = tuple(_snapshot(arg, name in spec.inplace) for name, arg in zip(spec.args, args, strict=True))
-        right_args = tuple(a.clone() if name in spec.inplace else a for name, a in zip(spec.args, args, strict=True))
-        right = getattr(self.right, op)(*right_args)
-        left = getattr(self.left, op)(*args)
-        entry = self.report.ops.setdefault(op, OpReport(op))
-        entry.calls += 1
+        self.report.ops.setdefault(op, OpReport(op)).calls += 1
         where = f"step {len(self.report.fed) - 1}, {place}"
-        for side, name, outputs, after in (
-            ("left", self.left_name, left, args),
-            ("right", self.right_name, right, right_args),
-        ):
-            changed = {name: arg for name, arg in zip(spec.args, after, strict=True) if name in spec.inplace}
-            result = compare_outputs(op, before, outputs, changed)
-            _note(entry, side, result, where)
-            if result.failure:
-                raise _OverBound(f"{where}, {side} side ({name}): {result.failure}")
-        return left
+        before = tuple(_copy(arg) if _may_change(op, name) else arg for name, arg in zip(spec.args, args, strict=True))
+        copies = tuple(_copy(arg) if name in spec.inplace else arg for name, arg in zip(spec.args, args, strict=True))
+        self._judge("right", op, before, copies, where)
+        return self._judge("left", op, before, args, where)
+
+    def _judge(self, side: str, op: str, before: tuple, args: tuple, where: str):
+        """Runs `op` of one side on `args`, which hold what `before` holds, and checks all that it wrote."""
+        backend, ops = self.sides[side]
+        outputs = getattr(ops, op)(*args)
+        changed = {name: arg for name, arg in zip(OPS[op].args, args, strict=True) if name in OPS[op].inplace}
+        result = _input_changes(op, before, args) or compare_outputs(op, before, outputs, changed)
+        entry = self.report.ops[op]
+        if result.ratio > getattr(entry, f"{side}_ratio"):
+            setattr(entry, f"{side}_ratio", result.ratio)
+            setattr(entry, f"{side}_where", f"{where}, {result.where}".removesuffix(", "))
+        if result.failure:
+            raise _OverBound(f"{where}, {side} side ({backend}): {result.failure}")
+        return outputs
 
 
-def _note(entry: OpReport, side: str, result: Result, where: str) -> None:
-    if result.ratio >= getattr(entry, f"{side}_ratio"):
-        setattr(entry, f"{side}_ratio", result.ratio)
-        setattr(entry, f"{side}_where", f"{where}, {result.where}".removesuffix(", "))
+def _may_change(op: str, name: str) -> bool:
+    """In-place arguments, and the rows of this step, which a wrong op could overwrite for the ops after it."""
+    want = OPS[op].args[name]
+    return name in OPS[op].inplace or (isinstance(want, str) and argument_kind(want) == "input")
+
+
+def _copy(value):
+    return [tensor.clone() for tensor in value] if isinstance(value, list) else value.clone()
+
+
+def _input_changes(op: str, before: tuple, args: tuple) -> Result | None:
+    """A failure where an argument that is only read was written."""
+    for name, was, now in zip(OPS[op].args, before, args, strict=True):
+        if was is now or name in OPS[op].inplace:
+            continue
+        for a, b in zip(was, now, strict=True) if isinstance(was, list) else [(was, now)]:
+            try:
+                assert_same_bits(b, a, f"{op}: argument {name} was changed")
+            except AssertionError as error:
+                return Result(op, float("inf"), name, str(error))
+    return None

@@ -1,8 +1,8 @@
 """Reads a Hugging Face `config.json` into `KimiConfig`, and writes it back in the released form of its family.
 
-Three forms are read: K3 (text config wrapped in `text_config`, or bare), the released Kimi-Linear, and what transformers
-`save_pretrained` writes for Kimi-Linear (`layer_types`, `mlp_layer_types`, `linear_head_dim`, ... in place of
-`linear_attn_config` and `first_k_dense_replace`). Every problem of a config is reported in one ConfigError.
+Three forms are read: K3 (in `text_config`, or bare), the released Kimi-Linear, and what transformers' `save_pretrained`
+writes for Kimi-Linear (`layer_types`, `mlp_layer_types`, `linear_head_dim`, ... in place of `linear_attn_config` and
+`first_k_dense_replace`). Every problem of a config is reported in one ConfigError.
 
 Source   config.json of moonshotai/Kimi-K3 and moonshotai/Kimi-Linear-48B-A3B-Instruct; `KimiLinearConfig` of
          transformers 5.24. No form has a field for the eps of kv_a_layernorm and q_a_layernorm: the model codes of both
@@ -21,7 +21,7 @@ from kimi_kernels.hf_released import released_form
 
 LORA_EPS = 1e-6
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-KDA_HEAD_DIMS = (16, 32, 64, 128, 256)  # one program holds whole rows of the state: a power of two
+KDA_HEAD_DIMS = (16, 32, 64, 128, 256)  # a program holds whole rows of the state, padded to a power of two
 MLA_DIM_MULTIPLE = 16  # the smallest contraction of a tensor-core product
 K3_ONLY = (
     "attn_res_block_size",
@@ -36,13 +36,17 @@ def load_config(source: Path | str | dict[str, Any]) -> KimiConfig:
     """The config of a checkpoint directory, a config.json or its parsed dict. Raises ConfigError with every problem."""
     where, data = _read(source)
     outer = data if "text_config" in data else {}
-    f = Fields(data["text_config"] if outer else data, outer)
+    text = data["text_config"] if outer else data
+    if not isinstance(text, dict):
+        raise ConfigError(f"{where}: text_config: expected an object, got {text!r}")
+    f = Fields(text, outer)
     family = _family(f, outer)
     native = "mlp_layer_types" in f.data  # transformers' own form: what it leaves out is fixed in its model code
     linear = f.section("linear_attn_config", required=not native)
     required_in_k3 = ABSENT if family == "k3" else None
-    values = _sizes(f) | _layers(f, linear) | _kda(linear, required_in_k3) | _mla(f, native, required_in_k3)
-    values |= _moe(f, native, required_in_k3)
+    values = _sizes(f)
+    values |= _layers(f, linear, values["num_layers"]) | _kda(linear, required_in_k3)
+    values |= _mla(f, native, required_in_k3) | _moe(f, native, required_in_k3)
     _check_fixed(f)
     if f.problems:
         count = f"{len(f.problems)} problem{'s' if len(f.problems) > 1 else ''}"
@@ -106,15 +110,14 @@ def _sizes(f: Fields) -> dict[str, Any]:
     }
 
 
-def _layers(f: Fields, linear: Fields) -> dict[str, Any]:
+def _layers(f: Fields, linear: Fields, count: int | None) -> dict[str, Any]:
     """Which layers are MLA and which have a dense MLP, 0-based; the lists of `linear_attn_config` are 1-based."""
-    count = f.data.get("num_hidden_layers")
-    if not isinstance(count, int) or count < 1:
+    if count is None:
         return {}
     mla = linear.layer_split("kda_layers", "full_attn_layers", count)
     kinds = f.layer_kinds("layer_types", ("linear_attention", "full_attention"), count)
     if mla is None and kinds is None:
-        linear.problem("kda_layers and full_attn_layers", f"every layer of 1..{count} exactly once", ABSENT)
+        linear.problem("kda_layers and full_attn_layers", f"every layer of 1..{count} once", ABSENT)
     elif None not in (mla, kinds) and mla != kinds:
         f.problem("layer_types", f"full_attention at {mla} as in linear_attn_config", kinds)
     dense = f.layer_kinds("mlp_layer_types", ("sparse", "dense"), count)

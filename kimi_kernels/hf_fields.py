@@ -36,20 +36,22 @@ class Fields:
 
     def problem(self, name: str, expected: object, got: object, prefix: str | None = None) -> None:
         where = self.prefix if prefix is None else prefix
-        self.problems.append(f"{where}{name}: expected {expected}, got {got}")
+        shown = got if got is ABSENT else repr(got)
+        self.problems.append(f"{where}{name}: expected {expected}, got {shown}")
 
     def section(self, name: str, required: bool = True) -> "Fields":
-        """The fields of a nested object; of an empty one where it is absent or no object."""
+        """The fields of a nested object. If it is absent that is the one problem; nothing inside it is reported."""
         data = self.raw(name, ABSENT if required else {})
-        if not isinstance(data, dict):
+        part = Fields(data if isinstance(data, dict) else {})
+        part.prefix, part.parent, part.section_name = f"{self.prefix}{name}.", self, name
+        if isinstance(data, dict):
+            part.problems = self.problems
+        else:
             self.problem(name, "an object", data)
-            data = {}
-        part = Fields(data)
-        part.prefix, part.problems, part.parent, part.section_name = f"{self.prefix}{name}.", self.problems, self, name
         return part
 
     def raw(self, name: str, default: object = ABSENT) -> Any:
-        """The value under any of its spellings; contradictory spellings are a problem. ABSENT if there is none."""
+        """The value under any of its spellings, `default` if there is none; contradictory spellings are a problem."""
         spelled = SPELLINGS.get(f"{self.section_name}.{name}" if self.parent else name, ())
         places = [(self.prefix + name, self.data, name)]
         upper = self.parent or self
@@ -57,6 +59,7 @@ class Fields:
         if name in OUTER_TOO:
             places += [(other, self.outer, other) for other in (name, *spelled)]
         found = [(shown, data[key]) for shown, data, key in places if key in data]
+        found = [(shown, value) for shown, value in found if value is not None] or found
         for shown, value in found[1:]:
             if value != found[0][1]:
                 self.problem(shown, f"{found[0][1]} as in {found[0][0]}", value, prefix="")
@@ -133,7 +136,9 @@ class Fields:
         }
         shown = ", ".join(f"{layers} {fault}" for fault, layers in faults.items() if layers)
         if shown:
-            self.problem(f"{first} and {second}", f"every layer of 1..{count} exactly once", shown)
+            self.problems.append(
+                f"{self.prefix}{first} and {second}: expected every layer of 1..{count} once, got {shown}"
+            )
         return tuple(sorted(layer - 1 for layer in lists[second]))
 
     def layer_kinds(self, name: str, kinds: tuple[str, str], count: int) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-"""The weight tensors of one rank without data: the one place that states the shapes of `weights.py` in config fields."""
+"""The weight tensors of one rank without data: the shapes of `weights.py`, stated in config fields."""
 
 from collections.abc import Callable, Sequence
 

@@ -28,7 +28,7 @@ def pack(codes: Tensor) -> Tensor:
 
 def scale_value(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """2^(s-127) in `dtype`, NaN for 255."""
-    value = torch.ldexp(torch.ones((), dtype=torch.float64, device=scale.device), scale.to(torch.int32) - 127)
+    value = torch.ldexp(torch.ones_like(scale, dtype=torch.float64), scale.to(torch.int32) - 127)
     return torch.where(scale == 255, torch.nan, value).to(dtype)
 
 

@@ -1,7 +1,7 @@
 """Where in the model an op call sits: the layer and the part that own the weights it reads.
 
-`decode_step` hands its ops tensors, no names. An op without weights (an activation, a residual add) belongs to the part of
-the op before it.
+`decode_step` hands its ops tensors, no names. An op without weights (an activation, a residual add) belongs to the part
+of the op before it.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ PARTS = ("embed", "norm", "kda", "mla", "dense", "moe", "head")
 
 @dataclass(frozen=True)
 class Place:
-    """`layer` is None outside the layers. Part "norm" is the (attention-residual) norm before a sublayer or the head."""
+    """`layer` is None outside the layers; part "norm" is the norm before a sublayer or the head, mixture included."""
 
     layer: int | None
     part: str
@@ -52,9 +52,9 @@ def placed_tensors(weights: ModelWeights) -> Iterator[tuple[Place, Tensor]]:
         for part, owner in (("norm", layer), (attention, layer.attn), (mlp, layer.mlp)):
             for tensor in _tensors(owner):
                 yield Place(layer.index, part), tensor
-    for tensor in (weights.output_res_weight, weights.final_norm):
-        if tensor is not None:
-            yield Place(None, "norm"), tensor
+    if weights.output_res_weight is not None:
+        yield Place(None, "norm"), weights.output_res_weight
+    yield Place(None, "norm"), weights.final_norm
     yield Place(None, "head"), weights.lm_head
 
 

@@ -1,14 +1,14 @@
 """Bytes that one decode step must move, counted by running `decode_step` on tensors without data.
 
-Each op reads its inputs and writes its outputs once. Of a pool it touches only the rows that `op_specs` names (changed in
-place: read and written), of the experts the expected number of distinct ones under uniform routing:
+Each op reads its inputs and writes its outputs once. Of a pool it touches only the rows that `op_specs` names (changed
+in place: read and written), of the experts the expected number of distinct ones under uniform routing:
 
     ACTIVE = E (1 - (1 - A/E)^R)          A for one row
     S      = context, cached tokens of each sequence, those of this step included
 
-An argument's kind is its leading dim: rows of this step (R, B), pools (SLOTS, PAGES), anything else is a weight. Weights and pools
-come from memory in every step; what one op hands to the next may stay in cache, so it is counted apart.
-Collectives move no bytes here.
+An argument's kind is its leading dim: rows of this step (R, B), pools (SLOTS, PAGES), anything else is a weight.
+Weights and pools come from memory in every step; what one op hands to the next may stay in cache, so it is counted
+apart. Collectives move no bytes here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ from kimi_kernels.decode_step import decode_step
 from kimi_kernels.meta_weights import meta_weights
 from kimi_kernels.op_specs import DTYPE_CLASSES, OPS
 from kimi_kernels.places import Locator, placed_tensors
-from kimi_kernels.state import Batch, KdaState, State
+from kimi_kernels.state import Batch, State
 from kimi_kernels.weights import ModelWeights
 
 Tensor = torch.Tensor
@@ -77,15 +77,19 @@ def record_step(
     tokens_per_sequence: int = 1,
     layers: Sequence[int] | None = None,
 ) -> list[OpCall]:
-    """The op calls of one step of one of `tp` ranks, in order; `config` is the whole model's, `rows` counts all sequences."""
+    """The op calls of one step of one rank of `tp`. `config` is the whole model's; `rows` counts all sequences."""
     sequences, rest = divmod(rows, tokens_per_sequence)
     if rows < 1 or rest:
         raise ValueError(f"record_step: rows must be a positive multiple of {tokens_per_sequence}, got {rows}")
     if not tokens_per_sequence <= context <= config.max_positions:
-        raise ValueError(f"record_step: context must be in [{tokens_per_sequence}, {config.max_positions}], got {context}")
+        raise ValueError(
+            f"record_step: context must be in [{tokens_per_sequence}, {config.max_positions}], got {context}"
+        )
     local, weights = config.shard(tp), meta_weights(config, tp, layers=layers)
     pages = -(-context // PAGE_SIZE)
-    state = State.zeros(local, sequences, sequences * pages, PAGE_SIZE, "meta", [layer.index for layer in weights.layers])
+    state = State.zeros(
+        local, sequences, sequences * pages, PAGE_SIZE, "meta", [layer.index for layer in weights.layers]
+    )
     batch = Batch(
         slots=_meta(torch.int32, sequences),
         is_new=_meta(torch.bool, sequences),
@@ -95,9 +99,7 @@ def record_step(
     calls: list[OpCall] = []
     locator = Locator(weights)
     functions = {op: partial(_record, op, calls, locator, context) for op in OPS}
-    decode_step(
-        SimpleNamespace(**functions, **single_rank()), local, weights, state, batch, _meta(torch.int64, rows)
-    )
+    decode_step(SimpleNamespace(**functions, **single_rank()), local, weights, state, batch, _meta(torch.int64, rows))
     return calls
 
 
@@ -136,11 +138,14 @@ def _record(op: str, calls: list[OpCall], locator: Locator, context: int, *args)
         if not isinstance(want, str):
             continue
         nbytes = _argument_bytes(named[name], spec.pools.get(name), dims, context)
-        kind = _kind(want)
+        kind = argument_kind(want)
         sizes[kind] += nbytes
         if name in spec.inplace:
             sizes["state_written"] += nbytes
-    act = next((t.dtype for name, t in named.items() if str(spec.args[name]).endswith(" act") and not isinstance(t, list)), None)
+    act = next(
+        (t.dtype for name, t in named.items() if str(spec.args[name]).endswith(" act") and not isinstance(t, list)),
+        None,
+    )
     outputs = tuple(_output(want, dims, act) for want in spec.outputs.values())
     place = locator.locate(args)
     calls.append(
@@ -159,7 +164,8 @@ def _record(op: str, calls: list[OpCall], locator: Locator, context: int, *args)
     return outputs if len(outputs) > 1 else outputs[0] if outputs else None
 
 
-def _kind(want: str) -> str:
+def argument_kind(want: str) -> str:
+    """ "input" (rows of this step), "state" or "weight", from a tensor spec of the op table."""
     leading = want.lstrip("*").split()[0]
     return "input" if leading in ROW_DIMS else "state" if leading in POOL_DIMS else "weight"
 

@@ -1,4 +1,4 @@
-"""Short causal depthwise convolution with SiLU over q | k | v, and the shift of its window; between projection and gates of KDA.
+"""Short causal convolution with SiLU over q | k | v and the shift of its window; first op after a KDA projection.
 
     y[c] = sum_i weight[c, i] * input[i, c]      input = the W-1 cached rows, oldest first, then the new row; fp32
     z[c] = y[c] * sigmoid(y[c])                  fp32, not rounded
@@ -9,8 +9,8 @@ Layout   x            [R, CH] act, any row stride              read
          conv_window  [SLOTS, W-1, CH] act, index 0 oldest     read and written, rows `slots`
          slots, is_new [B] int32, bool                         read
          z            [R, CH] float32                          written
-Work     grid (channel blocks, B); a program owns its channels of one sequence: taps and window stay in registers over the T rows,
-         so no other program reads what it shifts
+Work     grid (channel blocks, B); a program owns its channels of one sequence and keeps taps and window in registers
+         over the T rows, so no other program reads what it shifts
 Bytes    R*CH*(act + 4) + 2*B*(W-1)*CH*act + CH*W*4
 Error    exp of the sigmoid and its division, float32 sums; no output rounding
 Source   k3-decode-spec 2.5(b); layout as in sgl-project/sglang srt/configs/mamba_utils.py
@@ -94,9 +94,10 @@ def causal_conv1d(
     is_new: torch.Tensor,
     first_valid_slot: int,
 ) -> torch.Tensor:
-    """Returns z [R, CH] float32 and shifts `conv_window[slots]` in place; rows of slots below `first_valid_slot` are zero.
+    """Returns z [R, CH] float32 and shifts `conv_window[slots]` in place.
 
-    `is_new[b]` starts from a zero window, whatever the slot holds. Raises ValueError as `checks.validate` does.
+    Rows of slots below `first_valid_slot` are zero. `is_new[b]` starts from a zero window, whatever the slot holds.
+    Raises ValueError as `checks.validate` does.
     """
     dims = validate(
         "causal_conv1d",

@@ -1,6 +1,6 @@
-"""RMSNorm over the value channels of each head times the sigmoid output gate; between the KDA recurrence and its output projection.
+"""RMSNorm over each head's value channels times the sigmoid output gate; between KDA recurrence and output projection.
 
-    y[h, v] = act(o[h, v] / sqrt(mean_v(o[h]^2) + eps) * weight[v] * sigmoid(out_gate[h, v]))      fp32 inside, one rounding
+    y[h, v] = act(o[h, v] / sqrt(mean_v(o[h]^2) + eps) * weight[v] * sigmoid(out_gate[h, v]))      one rounding
 
 Layout   o         [R, H, V] bf16 or float32, any strides but the last    read
          out_gate  [R, H, V] act, any strides but the last                read

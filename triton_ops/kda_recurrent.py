@@ -11,8 +11,8 @@ Layout   q, k [R, H, K], v [R, H, V] bf16 or float32, any strides but the last  
          state [SLOTS, H, V, K] float32, K innermost, any slot pitch             read and written, rows `slots`
          slots, is_new [B] int32, bool                                           read
          o [R, H, V] float32                                                     written
-Work     grid (V blocks, H, B); a program owns BLOCK_V value rows of one head, which never need each other, and keeps them in
-         registers over the T rows; each block normalises q and k again (1 KiB from L2 against BLOCK_V * 1 KiB of state)
+Work     grid (V blocks, H, B); a program owns BLOCK_V value rows of one head, independent of the others, and keeps them
+         in registers over the T rows; each block normalises q and k again (1 KiB from L2 against BLOCK_V KiB of state)
 Bytes    2*B*H*V*K*4 + R*H*(2*K*q + V*v + K*4 + 4 + V*4)
 Error    exp of log_decay, two rsqrt, float32 sums; state and output are not rounded
 Source   k3-decode-spec 2.5(c, d); fla-org/flash-linear-attention fla/ops/kda/naive.py for the order
@@ -36,7 +36,7 @@ class KdaRecurrentConfig:
 
 
 def pick_kda_recurrent_config(batch: int, heads: int, value_dim: int) -> KdaRecurrentConfig:
-    # a warp holds its whole block in registers; small blocks until each of 132 SMs has about 12 warps, then more bytes per warp
+    # a warp holds its block in registers; small blocks until each of 132 SMs has 12 warps, then more bytes a warp
     value_rows = batch * heads * value_dim
     if value_rows <= 132 * 12 * 4:
         block_v = 4
@@ -125,9 +125,10 @@ def kda_recurrent(
     is_new: torch.Tensor,
     first_valid_slot: int,
 ) -> torch.Tensor:
-    """Returns o [R, H, V] float32 and updates `state[slots]` in place; rows of slots below `first_valid_slot` are zero.
+    """Returns o [R, H, V] float32 and updates `state[slots]` in place.
 
-    `is_new[b]` starts from a zero state, whatever the slot holds. Raises ValueError as `checks.validate` does.
+    Rows of slots below `first_valid_slot` are zero. `is_new[b]` starts from a zero state, whatever the slot holds.
+    Raises ValueError as `checks.validate` does.
     """
     dims = validate(
         "kda_recurrent",

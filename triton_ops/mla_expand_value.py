@@ -5,8 +5,8 @@
 Layout   o_latent  [R, H, L] act, any strides but the last                      read
          w_uv      [H, V, L] act, any strides but the last (a slice of kv_b)    read
          o         [R, H, V] act                                                written
-Work     grid (V blocks, H, row blocks); a program owns BLOCK_V value channels of one head for BLOCK_R rows and runs over L
-         in pipelined steps
+Work     grid (V blocks, H, row blocks); a program owns BLOCK_V value channels of one head for BLOCK_R rows and runs
+         over L in pipelined steps
 Bytes    H*V*L*act + R*H*(L+V)*act
 Error    one rounding to act; float32 sums of L exact products (bf16), tensor cores pad the rows to 16
 Source   k3-decode-spec 2.6
@@ -31,9 +31,10 @@ class MlaExpandValueConfig:
 
 
 def pick_mla_expand_value_config(rows: int, latent: int) -> MlaExpandValueConfig:
-    # 16 rows and 16 channels are the smallest tile of the tensor cores; 32 rows halve the reads of the weights
+    block_r = 16 if rows <= 16 else 32  # 16 is the smallest tile of the tensor cores; 32 halve the reads of the weights
     # four stages of 128 channels: at L = 512 all loads of a program are under way at once
-    return MlaExpandValueConfig(16 if rows <= 16 else 32, 16, min(128, max(16, triton.next_power_of_2(latent))), 1, 4)
+    block_l = min(128, max(16, triton.next_power_of_2(latent)))
+    return MlaExpandValueConfig(block_r, 16, block_l, 2, 4)
 
 
 @triton.jit(do_not_specialize=["R"])

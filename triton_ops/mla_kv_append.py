@@ -1,7 +1,7 @@
 """Norms the latent of the new tokens and writes their rows into the paged cache; before the attention of an MLA layer.
 
     row = [act(ckv[:L] / sqrt(mean(ckv[:L]^2) + eps) * norm_weight) | ckv[L:]]        the last P channels bit for bit
-    latent_cache[page_table[b, j // PAGE], j % PAGE] <- row        j = seq_lens[b] - T + t; nothing is written where j < 0
+    latent_cache[page_table[b, j // PAGE], j % PAGE] <- row      j = seq_lens[b] - T + t; no write where j < 0
 
 Layout   ckv           [R, LP] act, any row stride; row b*T + t          read
          norm_weight   [L] act                                           read
