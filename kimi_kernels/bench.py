@@ -25,7 +25,7 @@ from kimi_kernels.bench_cases import Case, step_cases
 from kimi_kernels.bench_layers import chain_specs
 from kimi_kernels.bench_peers import PEERS
 from kimi_kernels.bench_rows import Bench, Row
-from kimi_kernels.bench_timing import read_ceiling
+from kimi_kernels.bench_timing import read_ceiling, time_graph
 from kimi_kernels.commands import UsageError
 from kimi_kernels.commands.common import add_tp_argument, plain_table, positive
 from kimi_kernels.config import CONFIGS
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> dict:
         failures.append(f"read ceiling: {type(error).__name__}: {error}")
     generator = torch.Generator("cuda").manual_seed(seed)
     bench = Bench(
-        config, args.tp, args.rows, args.context, make_ops("triton", "cuda"), generator, ceiling=ceiling, report=report
+        config, args.tp, args.rows, args.context, make_ops("triton", "cuda"), generator, time_graph, ceiling, report
     )
     for case in cases:
         bench.measure_op(case, PEERS.get(case.op, ()) if args.peers else ())

@@ -122,7 +122,14 @@ class Bench:
         except PeerMissing as reason:
             row.missing = str(reason)
         except Exception as error:  # whatever one kernel does, the others are still measured
-            text = str(error).strip() or "no message"
-            row.failure = text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+            row.failure = explain(error)
         self.rows.append(row)
         self.report(row)
+
+
+def explain(error: BaseException) -> str:
+    """The message of an error, with that of the one it came out of: ending a broken graph capture hides the cause."""
+    text = str(error).strip() or "no message"
+    text = text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+    cause = error.__cause__ or error.__context__
+    return text if cause is None else f"{text} (after {explain(cause)})"

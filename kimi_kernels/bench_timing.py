@@ -77,17 +77,17 @@ def time_replays(launch: Callable[[], object], warmup: int, replays: int) -> lis
     return [start.elapsed_time(end) * 1e3 for start, end in events]
 
 
-def read_ceiling(nbytes: int = CEILING_BYTES, warmup: int = WARMUP, replays: int = REPLAYS) -> tuple[float, list[dict]]:
+def read_ceiling(nbytes: int = CEILING_BYTES, device: str = "cuda") -> tuple[float, list[dict]]:
     """Best read rate in bytes per second, and the rate of each launch shape. Raises RuntimeError if a sum is wrong."""
     kernel = _read_kernel()
-    data = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device="cuda")
+    data = torch.randint(-(2**31), 2**31 - 1, (nbytes // 4,), dtype=torch.int32, device=device)
     want = int(data.sum(dtype=torch.int64)) % 2**32
     rates = []
     for block, unroll, warps, programs in CEILING_SHAPES:
-        sums = torch.empty(programs, dtype=torch.int32, device="cuda")
+        sums = torch.empty(programs, dtype=torch.int64, device=device)
         launch = _reader(kernel, data, sums, block, unroll, warps)
-        us = percentile(time_replays(launch, warmup, replays), 50)
-        if int(sums.sum(dtype=torch.int64)) % 2**32 != want:
+        us = percentile(time_replays(launch, WARMUP, REPLAYS), 50)
+        if int(sums.sum()) % 2**32 != want:  # a program adds in int32, which wraps
             raise RuntimeError(f"read ceiling: wrong sum for block={block} unroll={unroll} programs={programs}")
         shape = {"block": block, "unroll": unroll, "warps": warps, "programs": programs}
         rates.append({**shape, "us": us, "bytes_per_s": nbytes / us * 1e6})
@@ -114,6 +114,6 @@ def _read_kernel():
         for start in range(pid * BLOCK * UNROLL, n, tl.num_programs(0) * BLOCK * UNROLL):
             for i in tl.static_range(UNROLL):
                 total += tl.load(x_ptr + start + i * BLOCK + offs)
-        tl.store(sums_ptr + pid, tl.sum(total))
+        tl.store(sums_ptr + pid, tl.sum(total.to(tl.int64)))
 
     return _read_bandwidth_kernel

@@ -32,7 +32,7 @@ COMMANDS = {
     "make-mini": Command(
         "kimi_kernels.commands.make_mini",
         "write a small checkpoint in the released format of a family",
-        "make-mini /tmp/k3-mini --family k3",
+        "make-mini k3-mini --family k3",
     ),
     "info": Command(
         "kimi_kernels.commands.info",
@@ -42,12 +42,12 @@ COMMANDS = {
     "decode": Command(
         "kimi_kernels.commands.decode",
         "generate tokens greedily and time them",
-        "decode /tmp/k3-mini --tokens 1,2,3 --new 16 --backend triton",
+        "decode k3-mini --tokens 1,2,3 --new 16 --backend triton",
     ),
     "compare": Command(
         "kimi_kernels.commands.compare",
         "run two backends op by op on the same inputs and check both against the error bound",
-        "compare /tmp/k3-mini --left reference --right triton --steps 4",
+        "compare k3-mini --left reference --right triton --steps 4",
     ),
     "bench": Command(
         "kimi_kernels.bench",

@@ -53,8 +53,6 @@ def _common(config: KimiConfig) -> dict[str, Any]:
         "num_heads": config.kda_heads,
         "short_conv_kernel_size": config.conv_taps,
     }
-    if config.decay_rank != config.kda_head_dim:
-        linear["decay_rank"] = config.decay_rank  # no release has it: there the rank is the head dim
     eos = list(config.eos_token_ids)
     return {
         "architectures": ["KimiLinearForCausalLM"],

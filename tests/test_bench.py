@@ -1,7 +1,18 @@
 """The benchmark without a GPU: its cases, inputs and bytes, its statistics, and that a wrong op gets no number."""
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import json
+import math
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +81,57 @@ def test_summary_is_per_call():
     timing = summarise([30.0, 10.0, 20.0, 1000.0, 15.0], calls=10)
     assert (timing.us, timing.calls, timing.replays) == (2.0, 10, 5)
     assert timing.p20_us == pytest.approx(1.4) and timing.p80_us == pytest.approx(22.4)
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """CUDA graphs and events of a device whose clock only moves when work runs: 40 us a launch."""
+    log = []
+
+    class Graph:
+        def replay(self):
+            log.append("replay")
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = sum(entry in ("replay", "launch") for entry in log)
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 0.040
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: log.append("synchronize"))
+    return log
+
+
+def test_a_graph_is_warmed_up_and_replayed(fake_cuda):
+    timing = bench_timing.time_graph(lambda: fake_cuda.append("work"), calls=8)
+    assert timing == Timing(pytest.approx(5.0), pytest.approx(5.0), pytest.approx(5.0), 8, 15)
+    assert fake_cuda == ["work", "synchronize", "work", *["replay"] * 18, "synchronize"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's part")
+def test_the_ceiling_kernel_reads_everything(fake_cuda, monkeypatch):
+    monkeypatch.setattr(bench_timing, "CEILING_SHAPES", ((1024, 2, 4, 5), (2048, 1, 8, 3)))
+    monkeypatch.setattr(bench_timing, "WARMUP", 0)
+    monkeypatch.setattr(bench_timing, "REPLAYS", 1)
+    reader = bench_timing._reader
+
+    def logged(*args):
+        launch = reader(*args)
+        return lambda: (fake_cuda.append("launch"), launch())
+
+    monkeypatch.setattr(bench_timing, "_reader", logged)
+    best, shapes = bench_timing.read_ceiling(nbytes=2**17, device="cpu")
+    assert best == pytest.approx(2**17 / 40e-6) and len(shapes) == 2
+    monkeypatch.setattr(bench_timing, "_reader", lambda kernel, data, sums, *_: lambda: sums.zero_())
+    with pytest.raises(RuntimeError, match="wrong sum"):
+        bench_timing.read_ceiling(nbytes=2**17, device="cpu")
 
 
 def by_name(cases: list[Case]) -> dict[str, Case]:
@@ -182,7 +244,7 @@ def test_all_rows_of_a_correct_backend_get_numbers(family, few_sets):
     config, tp = MINIS[family]
     for case in step_cases(config, tp, 1, CONTEXT):
         measured.measure_op(case, tuple(p for p in PEERS.get(case.op, ()) if not p.name.startswith("fla")))
-    for spec in chain_specs(config, tp):
+    for spec in chain_specs(config, tp)[::3]:
         measured.measure_layer(spec)
     assert [row.failure for row in measured.rows if row.failure] == []
     for row in measured.rows:
@@ -233,9 +295,19 @@ def test_an_op_that_raises_is_a_row_and_the_run_goes_on(few_sets):
     assert measured.rows[1].us == 2.0
 
 
+def test_a_failure_tells_what_it_came_out_of():
+    try:
+        try:
+            raise ValueError("the cause")
+        finally:
+            raise RuntimeError("capture ended")
+    except RuntimeError as error:
+        assert bench_rows.explain(error) == "RuntimeError: capture ended (after ValueError: the cause)"
+
+
 def test_a_missing_peer_is_a_row_with_the_reason_and_no_failure(few_sets, monkeypatch):
     for module in ("fla", "fla.modules", "fla.modules.norm", "fla.modules.norm.layernorm"):
-        monkeypatch.setitem(__import__("sys").modules, module, None)
+        monkeypatch.setitem(sys.modules, module, None)
     measured = make_bench()
     case = by_name(step_cases(K3_MINI, 2, 2, CONTEXT))["rms_norm/latent_norm"]
     measured.measure_op(case, PEERS["rms_norm"])
@@ -342,12 +414,7 @@ def fake_gpu(monkeypatch, few_sets):
     monkeypatch.setattr(bench, "make_ops", lambda *_: make_ops("reference"))
     monkeypatch.setattr(bench, "read_ceiling", lambda: (4e12, []))
     monkeypatch.setattr(bench, "PEERS", {"linear": PEERS["linear"], "argmax": (Peer("gone", missing),)})
-    monkeypatch.setattr(bench_timing.time_graph, "__code__", fake_time_graph.__code__)
-
-
-def fake_time_graph(work, calls, warmup=3, replays=15):
-    work()
-    return Timing(2.0, 1.0, 3.0, calls, replays)
+    monkeypatch.setattr(bench, "time_graph", fake_timer)
 
 
 def missing(*_):
@@ -392,3 +459,134 @@ def test_a_row_shows_as_text():
     bench.show(result, console)
     text = console.export_text()
     assert "70.00" in text and "4,195" in text and "93.2" in text
+
+
+# benchmarks/sweep_ops.py, on kernels in the interpreter
+
+
+def load_sweep():
+    path = Path(__file__).parent.parent / "benchmarks" / "sweep_ops.py"
+    spec = importlib.util.spec_from_file_location("sweep_ops", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sweep_ops"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+sweep_ops = load_sweep()
+
+
+@dataclass(frozen=True)
+class SomeConfig:
+    block_n: int
+    num_warps: int
+    split: bool = False
+
+
+def test_variants_start_with_the_default_and_change_little_first():
+    default = SomeConfig(64, 4)
+    found = sweep_ops.variants(default, {}, limit=1000)
+    assert found[0] == default and len(set(found)) == len(found) == 5 * 5 * 2
+    changed = [sum(a != b for a, b in zip(vars(c).values(), vars(default).values(), strict=True)) for c in found]
+    assert changed == sorted(changed)
+    assert {c.block_n for c in found} == {16, 32, 64, 128, 256} and {c.num_warps for c in found} == {1, 2, 4, 8, 16}
+    assert len(sweep_ops.variants(default, {}, limit=7)) == 7
+    only = sweep_ops.variants(default, {"block_n": (48,), "num_warps": (4,)}, limit=1000)
+    assert {c.block_n for c in only} == {64, 48} and {c.num_warps for c in only} == {4}
+
+
+def test_relative_difference_sees_nan_and_integers():
+    x = torch.tensor([3.0, 4.0])
+    assert sweep_ops.relative(x, x) == 0.0 and sweep_ops.relative(x * 1.1, x) == pytest.approx(0.1)
+    assert sweep_ops.relative(x * torch.nan, x) == math.inf
+    assert sweep_ops.relative(torch.tensor([1]), torch.tensor([2])) == math.inf
+    assert sweep_ops.relative(torch.zeros(2), torch.zeros(2)) == 0.0
+
+
+@pytest.fixture
+def picks(monkeypatch):
+    """Picks installed for one test: the modules of triton_ops get their own functions back."""
+    import pkgutil
+
+    package = importlib.import_module("triton_ops")
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"triton_ops.{info.name}")
+        for name, value in list(vars(module).items()):
+            if name.startswith("pick_"):
+                monkeypatch.setattr(module, name, value)
+    return sweep_ops.Picks().install()
+
+
+def quick_timer(work, calls: int, warmup: int, replays: int) -> Timing:
+    work()
+    return Timing(1.0, 1.0, 1.0, calls, replays)
+
+
+def planned(configs, failures=()):
+    """The plan of `configs`, the first one the default, compiled with the given failures."""
+    for i, config in enumerate(configs):
+        future: Future = Future()
+        future.set_result(dict(failures).get(i, ""))
+        yield config, sweep_ops.Result(dict(vars(config)), type(config).__name__, i == 0), future
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's part; the GPU runs the script itself")
+def test_sweep_measures_agreeing_configs_and_records_the_others(picks, few_sets, monkeypatch):
+    case = by_name(step_cases(K3_MINI, 2, 2, CONTEXT))["residual_add"]
+    (default,) = picks.defaults(case.op, random_args(case, CONTEXT, generator()))
+    sweep = sweep_ops.Sweep(case, CONTEXT, generator(), picks, quick_timer)
+    configs = sweep_ops.variants(default, {}, limit=4)
+    run = sweep_ops.run_op
+
+    def wrong_in_one_config(op, args):
+        return run(op, args) * (2 if picks.chosen == configs[3] else 1)
+
+    monkeypatch.setattr(sweep_ops, "run_op", wrong_in_one_config)
+    plan = planned(configs, {2: "OutOfResources: shared memory"})
+    results = sweep_ops.sweep_case(sweep, plan, time.monotonic() + 60)
+    assert [result.us for result in results] == [1.0, 1.0, None, None]
+    assert {result.replays for result in results[:2]} == {sweep_ops.FINAL_REPLAYS}
+    failures = " ".join(result.failure for result in results)
+    assert "OutOfResources" in failures and "differs from the default by 1" in failures
+    text = sweep_ops.table(case, results, rows=1)
+    assert "2 of 4 configs timed" in text and "default: " in text and "1 failed" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's part; the GPU runs the script itself")
+def test_sweep_times_the_default_even_when_out_of_time(picks, few_sets):
+    case = by_name(step_cases(K3_MINI, 2, 2, CONTEXT))["residual_add"]
+    (default,) = picks.defaults(case.op, random_args(case, CONTEXT, generator()))
+    sweep = sweep_ops.Sweep(case, CONTEXT, generator(), picks, quick_timer)
+    results = sweep_ops.sweep_case(sweep, planned(sweep_ops.variants(default, {}, limit=3)), time.monotonic() - 1)
+    assert [result.us for result in results] == [1.0, None, None]
+    assert all(result.failure == "skipped: out of time" for result in results[1:])
+
+
+COMPILE_AHEAD = """
+import sys; sys.path[:0] = ["benchmarks"]
+import sweep_ops as s
+args = s.parse(["--config", "k3-mini", "--tp", "1", "--ops", "residual_add", "--max-configs", "2"])
+s.CASES[:] = s.pick_cases(s.step_cases(s.CONFIGS[args.config], args.tp, args.rows, 64), args.ops)
+(plan,) = s.make_plans(args, s.compiler_pool(1))
+assert len(plan) == 2 and plan[0][1].is_default, plan
+assert [compiled.result() for _, _, compiled in plan] == ["", ""]
+assert "exit code 3" in s.in_child(lambda: s.os._exit(3))
+"""
+
+
+def run_python(*argv: str) -> subprocess.CompletedProcess:
+    """Python in the repository, with the compiler instead of the interpreter of triton."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parent.parent
+    return subprocess.run([sys.executable, *argv], cwd=root, env=env, capture_output=True, text=True, timeout=240)
+
+
+def test_sweep_compiles_ahead_without_a_gpu():
+    done = run_python("-c", COMPILE_AHEAD)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_sweep_without_a_gpu_is_one_clear_error():
+    done = run_python("benchmarks/sweep_ops.py", "--ops", "argmax")
+    assert (done.returncode, done.stderr) == (2, "sweep_ops: needs a CUDA GPU\n")

@@ -27,13 +27,13 @@ def models(tmp_path_factory, device) -> dict:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_triton_is_within_the_bound_of_every_op(family, models, device):
     config, weights = models[family]
-    report = compare_step("reference", "triton", config, weights, TOKENS, STEPS, device)
+    report = compare_step("reference", "triton", config, weights, TOKENS, 2, device)
     assert report.passed, report.failure
-    assert report.steps == STEPS and report.fed[:2] == TOKENS
+    assert report.steps == 2 and report.fed == TOKENS
     assert all(op.calls and op.left_ratio <= 1 and op.right_ratio <= 1 for op in report.ops.values())
     layers = {"kda": len(config.kda_layers), "mla": len(config.mla_layers)}
-    assert report.ops["kda_recurrent"].calls == STEPS * layers["kda"]
-    assert report.ops["mla_decode"].calls == STEPS * layers["mla"]
+    assert report.ops["kda_recurrent"].calls == 2 * layers["kda"]
+    assert report.ops["mla_decode"].calls == 2 * layers["mla"]
     assert report.ops["linear"].right_where
 
 

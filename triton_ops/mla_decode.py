@@ -49,9 +49,9 @@ def pick_mla_decode_config(
     blocks = batch * triton.cdiv(queries, block_q)
     # two programs for each of 132 SMs; a split costs the merge 2 KiB a query, which only long contexts repay past 128
     splits = min(264 // blocks, 128 if capacity <= 2**14 else 256, triton.cdiv(capacity, block_s))
-    merge_splits = min(64, triton.next_power_of_2(max(1, splits)))
-    # 8 KiB of parts a step; at least 128 contiguous bytes of each
-    merge_l = min(max(32, 2048 // merge_splits), triton.next_power_of_2(latent))
+    # 8 KiB of parts a step of the merge; two tile shapes, so that few kernels cover all batches
+    merge_splits = 64 if splits > 16 else 16
+    merge_l = min(2048 // merge_splits, triton.next_power_of_2(latent))
     return MlaDecodeConfig(max(1, splits), block_q, block_s, 4, 3, merge_splits, merge_l)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,6 +112,8 @@ def backend_ops(backend: str, device: str) -> SimpleNamespace:
     if backend == "triton" and device == "cpu":
         reason = "device cpu" if torch.cuda.is_available() else "no CUDA device"
         sys.stderr.write(f"{PROGRAM}: {reason}: Triton runs in its interpreter, slowly\n")
+        # the interpreter computes in numpy, which warns of an overflow where a GPU just gives infinity
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     return ops
 
 

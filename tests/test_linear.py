@@ -1,0 +1,181 @@
+"""linear: cases against the reference for every launch config, and the rows it must keep apart."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from cases import act_dtypes, fills, make, seeds, strided
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kimi_kernels.compare import assert_same_bits, check_op
+from triton_ops.linear import CONFIGS, LinearConfig, launch_linear, linear, pick_linear_config
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: int = 2
+    outputs: int = 20
+    inputs: int = 40
+    fill: str = "normal"
+    seed: int = 0
+    dtype: torch.dtype = BF16
+
+    def args(self, device: str) -> tuple:
+        """x and weight are slices of NaN tensors: a read past a row or past the last one shows."""
+        kind = dict(fill=self.fill, dtype=self.dtype, device=device)
+        x = make(self.rows, self.inputs, seed=self.seed, **kind)
+        weight = make(self.outputs, self.inputs, seed=self.seed + 1, **kind)
+        fence = torch.full((self.outputs + 8, self.inputs), NAN, dtype=self.dtype, device=device)
+        fence[: self.outputs] = weight
+        return strided(x), strided(fence)[: self.outputs]
+
+
+cases = st.builds(
+    Case,
+    rows=st.sampled_from((1, 2, 3, 7, 8, 9, 16, 17, 33)),
+    outputs=st.sampled_from((1, 8, 20, 300)),
+    inputs=st.sampled_from((1, 40, 128, 256, 300)),
+    fill=fills,
+    seed=seeds,
+    dtype=act_dtypes,
+)
+configs = st.builds(
+    LinearConfig,
+    block_n=st.sampled_from((8, 16, 32)),
+    num_warps=st.sampled_from((1, 4)),
+    unroll=st.sampled_from((1, 2, 4)),
+    num_stages=st.sampled_from((1, 3)),
+)
+
+
+@given(cases)
+@example(Case(rows=1, outputs=320, inputs=160))
+@example(Case(rows=32, outputs=8, inputs=7168))
+def test_equals_the_reference(device, case):
+    check_op("linear", linear, *case.args(device))
+
+
+@given(cases, configs)
+def test_any_config_equals_the_reference(device, case, config):
+    """Launch choices change the time, not the meaning; few outputs, because a program costs the interpreter 30 ms."""
+    x, weight = case.args(device)
+    run = lambda x, w: launch_linear(x, w, torch.empty(len(x), len(w), dtype=x.dtype, device=device), config)  # noqa: E731
+    check_op("linear", run, x, weight[:20])
+
+
+@pytest.mark.parametrize("config", sorted({config for *_, config in CONFIGS}, key=str), ids=str)
+@pytest.mark.parametrize("rows", (1, 13, 40))
+def test_listed_configs_equal_the_reference(device, config, rows):
+    x, weight = Case(rows=rows, outputs=9, inputs=1100).args(device)
+    run = lambda x, w: launch_linear(x, w, torch.empty(len(x), len(w), dtype=x.dtype, device=device), config)  # noqa: E731
+    check_op("linear", run, x, weight)
+
+
+def test_configs_fit_and_keep_the_order_of_the_sum():
+    """Shared memory of the loads ahead stays under 200 KiB; the warps, which set the order of a sum, ignore the rows."""
+    for _, outputs, config in CONFIGS:
+        for rows in (1, 8, 16, 32, 100):
+            block_r = max(8, min(32, 1 << (rows - 1).bit_length()))
+            picked = pick_linear_config(rows, min(outputs, 20480), 7168)
+            tile_bytes = (picked.block_n + block_r) * 32 * picked.num_warps * picked.unroll * 2
+            assert (picked.num_stages - 1) * tile_bytes <= 200 * 1024
+            assert picked.num_warps == pick_linear_config(1, min(outputs, 20480), 7168).num_warps
+            assert config.block_n in (8, 16, 32, 64)
+
+
+def test_no_rows_give_an_empty_result(device):
+    """Fault I19."""
+    x, weight = Case().args(device)
+    y = linear(x[:0], weight)
+    assert y.shape == (0, 20) and y.dtype == BF16
+
+
+@pytest.mark.parametrize("dtype", (BF16, FP32))
+def test_every_input_meets_its_weight(device, dtype):
+    """One-hot rows copy single weights: the renaming of the inputs is the same on both sides."""
+    weight = make(9, 300, dtype=dtype, device=device)
+    x = torch.zeros(33, 300, dtype=dtype, device=device)
+    hot = torch.arange(33, device=device) * 9 % 300
+    x[torch.arange(33), hot] = 1
+    assert_same_bits(linear(x, weight), weight[:, hot].T)
+
+
+def test_integers_are_summed_exactly(device):
+    """Sums below 2^24 of integers: any lost or doubled product is a whole number off."""
+    x = torch.randint(-8, 9, (11, 520), generator=torch.Generator().manual_seed(0)).to(device)
+    weight = torch.randint(-8, 9, (17, 520), generator=torch.Generator().manual_seed(1)).to(device)
+    want = (x.double() @ weight.double().T).float()
+    y = torch.empty(11, 17, dtype=FP32, device=device)
+    assert_same_bits(launch_linear(x.to(BF16), weight.to(BF16), y, pick_linear_config(11, 17, 520)), want)
+
+
+@pytest.mark.parametrize("rows", (2, 9, 33))
+def test_rows_are_independent(device, rows):
+    """Fault I20, with a NaN row among them."""
+    x, weight = Case(rows=rows, inputs=300).args(device)
+    y = linear(x, weight)
+    x[1] = NAN
+    other = linear(x, weight)
+    keep = [r for r in range(rows) if r != 1]
+    assert_same_bits(other[keep], y[keep])
+    assert other[1].isnan().all()
+
+
+def test_views_equal_copies(device):
+    """Fault I11: x as a slice of a fused projection with an odd row stride, rows of an interleaved weight."""
+    wide, weight = make(5, 268, device=device), make(40, 128, seed=1, device=device)
+    x, w = wide[:, 3:131], weight.unflatten(0, (4, 10))[:, 2]
+    assert_same_bits(linear(x, w), linear(x.contiguous(), w.contiguous()))
+
+
+def test_results_are_fresh_tensors(device):
+    """Fault S06."""
+    x, weight = Case().args(device)
+    first = linear(x, weight)
+    kept = first.clone()
+    linear(-x, weight)
+    assert_same_bits(first, kept)
+
+
+def test_weights_beyond_two_to_the_31_elements(device):
+    """As fault I02: the row pitch puts the last weight past 2^31 elements; only the touched pages are real memory."""
+    x, near = make(2, 64, device=device), make(2, 64, seed=1, device=device)
+    far = torch.empty_strided(near.shape, (2**31 + 64, 1), dtype=near.dtype, device=device).copy_(near)
+    assert_same_bits(linear(x, far), linear(x, near))
+
+
+K3_TP8 = (
+    (6284, 7168),
+    (3648, 7168),
+    (7168, 1536),
+    (1536, 128),
+    (2304, 1536),
+    (7168, 3584),
+    (3584, 7168),
+    (1536, 7168),
+    (7168, 768),
+    (20480, 7168),
+    (268, 7168),
+)
+KIMI_LINEAR = ((12576, 2304), (4096, 128), (2304, 4096), (6720, 2304), (2048, 2304), (2304, 1024))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", (1, 8, 32, 70))
+@pytest.mark.parametrize("outputs, inputs", K3_TP8 + KIMI_LINEAR)
+def test_model_shapes(device, outputs, inputs, rows):
+    check_op("linear", linear, *Case(rows, outputs, inputs).args(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outputs, inputs", ((6284, 7168), (1536, 128), (268, 7168)))
+def test_a_row_has_the_bits_it_has_alone(device, outputs, inputs):
+    """Fault I20, bit for bit across batch sizes: the order of the sum depends on (N, C) only."""
+    x, weight = Case(256, outputs, inputs).args(device)
+    alone = torch.cat([linear(x[r : r + 1], weight) for r in range(256)])
+    for rows in (2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 255, 256):
+        assert_same_bits(linear(x[:rows], weight), alone[:rows], f"{rows} rows")
