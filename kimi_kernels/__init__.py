@@ -1,4 +1,5 @@
-"""What the model is: config, the op table, the reference, the decode step, state, weights. Runs on a CPU, needs torch only."""
+"""What the model is: config, the op table, the reference, the decode step, state, weights. Runs on a CPU, needs torch
+only."""
 
 from kimi_kernels.config import CONFIGS, K3, K3_MINI, KIMI_LINEAR_48B, KIMI_LINEAR_MINI, KimiConfig
 from kimi_kernels.decode_step import StepOutput, decode_step

@@ -31,15 +31,16 @@ def make_ops(backend: str, device: torch.device | str = "cpu", collectives: dict
 
 
 def rounded(op: str, compute: torch.dtype = torch.float64) -> Callable:
-    """The reference of `op` in `compute` precision, each output rounded once to the dtype that the op table gives it."""
+    """The reference of `op` in `compute` precision, each output rounded once to the dtype that the op table gives
+    it."""
     spec, function = OPS[op], getattr(reference, op)
     act = next((name for name, want in spec.args.items() if isinstance(want, str) and want.endswith(" act")), None)
-    dtypes = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
+    exact = {"f32": torch.float32, "i32": torch.int32, "i64": torch.int64}
     kinds = [want.split()[-1] for want in spec.outputs.values()]
 
     def run(*args):
         named = dict(zip(spec.args, args, strict=True))
-        act_tensor = named[act] if act else None
+        dtypes = {**exact, "act": named[act].dtype if act else None}
         first = next(iter(named))
         if named[first].is_floating_point():
             named[first] = named[first].to(compute)
@@ -47,7 +48,7 @@ def rounded(op: str, compute: torch.dtype = torch.float64) -> Callable:
         if outputs is None:
             return None
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        outputs = tuple(o.to(act_tensor.dtype if kind == "act" else dtypes[kind]) for o, kind in zip(outputs, kinds))
+        outputs = tuple(o.to(dtypes[kind]) for o, kind in zip(outputs, kinds, strict=True))
         return outputs if len(outputs) > 1 else outputs[0]
 
     return run

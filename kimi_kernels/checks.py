@@ -1,4 +1,5 @@
-"""Validates the arguments of an op against `op_specs.OPS`: one form of error for all ops, raised before anything runs."""
+"""Validates the arguments of an op against `op_specs.OPS`: one form of error for all ops, raised before anything
+runs."""
 
 import torch
 
@@ -8,7 +9,8 @@ from kimi_kernels.op_specs import DTYPE_CLASSES, OPS
 def validate(op: str, **args) -> dict[str, int]:
     """Checks types, ranks, dims, dtypes, devices and strides of `args`; returns the dims by name.
 
-    Raises ValueError (TypeError for a dtype) that names op and argument, what was expected and what came. Reads no tensor
+    Raises ValueError (TypeError for a dtype) that names op and argument, what was expected and what came. Reads no
+    tensor
     values, so it never synchronises.
     """
     spec = OPS[op]
@@ -55,8 +57,12 @@ def _check_tensor(op: str, name: str, want: str, value, dims: dict[str, int], ac
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
         got = str(value.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must be {names}, got {got}")
-    if value.dim() != len(shape) or not all(_bind(dim, size, dims) for dim, size in zip(shape, value.shape)):
-        raise ValueError(f"{op}: {name} must be [{', '.join(_show(dim, dims) for dim in shape)}], got {list(value.shape)}")
+    if value.dim() != len(shape) or not all(
+        _bind(dim, size, dims) for dim, size in zip(shape, value.shape, strict=True)
+    ):
+        raise ValueError(
+            f"{op}: {name} must be [{', '.join(_show(dim, dims) for dim in shape)}], got {list(value.shape)}"
+        )
     if len(shape) > 1 and value.numel() and value.shape[-1] > 1 and value.stride(-1) != 1:
         raise ValueError(f"{op}: {name} must be contiguous in its last dim, got strides {value.stride()}")
 

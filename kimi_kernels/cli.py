@@ -121,7 +121,8 @@ def _top_parser() -> Parser:
 
 def _error(message: str) -> None:
     """One line on stderr; indented lines below a first one are the items it announces."""
-    line = re.sub(r"\n\s*", "; ", re.sub(r"\n\s+", ": ", message.strip(), count=1))
+    announced = re.sub(r"\A([^\n]*?):?\n\s+", r"\1: ", message.strip())
+    line = re.sub(r"\n\s*", "; ", re.sub(r":\n\s*", ": ", announced))
     sys.stderr.write(f"{PROGRAM}: error: {line}\n")
 
 

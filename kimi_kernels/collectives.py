@@ -1,6 +1,7 @@
 """The two collectives of the step: a sum of partial activations and the winner of the vocabulary shards.
 
-Both gather and then combine in rank order, so every rank holds the same bits. Under CUDA the gathers are NCCL's and can be
+Both gather and then combine in rank order, so every rank holds the same bits. Under CUDA the gathers are NCCL's and
+can be
 captured in a graph.
 """
 

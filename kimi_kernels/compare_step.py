@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from kimi_kernels.backends import make_ops, single_rank
-from kimi_kernels.compare import Result, assert_same_bits, compare_outputs
+from kimi_kernels.compare import Result, assert_same_bits, compare_outputs, reference_bounds
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decoder import Decoder
 from kimi_kernels.op_specs import OPS
@@ -113,15 +113,16 @@ class _Pair:
         where = f"step {len(self.report.fed) - 1}, {place}"
         before = tuple(_copy(arg) if _may_change(op, name) else arg for name, arg in zip(spec.args, args, strict=True))
         copies = tuple(_copy(arg) if name in spec.inplace else arg for name, arg in zip(spec.args, args, strict=True))
-        self._judge("right", op, before, copies, where)
-        return self._judge("left", op, before, args, where)
+        bounds = reference_bounds(op, before)
+        self._judge("right", op, before, copies, bounds, where)
+        return self._judge("left", op, before, args, bounds, where)
 
-    def _judge(self, side: str, op: str, before: tuple, args: tuple, where: str):
+    def _judge(self, side: str, op: str, before: tuple, args: tuple, bounds: tuple, where: str):
         """Runs `op` of one side on `args`, which hold what `before` holds, and checks all that it wrote."""
         backend, ops = self.sides[side]
         outputs = getattr(ops, op)(*args)
         changed = {name: arg for name, arg in zip(OPS[op].args, args, strict=True) if name in OPS[op].inplace}
-        result = _input_changes(op, before, args) or compare_outputs(op, before, outputs, changed)
+        result = _input_changes(op, before, args) or compare_outputs(op, before, outputs, changed, bounds)
         entry = self.report.ops[op]
         if result.ratio > getattr(entry, f"{side}_ratio"):
             setattr(entry, f"{side}_ratio", result.ratio)

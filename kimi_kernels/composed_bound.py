@@ -1,9 +1,12 @@
 """How far the logits of a correct backend may lie from the exact step: per-op bounds, carried through the whole model.
 
-Worst-case bounds multiplied through dozens of layers say nothing, so the composition is sampled: the float64 step is run
+Worst-case bounds multiplied through dozens of layers say nothing, so the composition is sampled: the float64 step is
+run
 again with every output of every op (and every pool entry it writes) displaced to a random end of its own bound, and the
-largest resulting distance of the logits, times `SAFETY`, is the composed bound. A correct backend makes smaller errors than
-these runs do (roundings spread over the interval, they do not sit at its ends); routing decisions that are too close to call flip in
+largest resulting distance of the logits, times `SAFETY`, is the composed bound. A correct backend makes smaller
+errors than
+these runs do (roundings spread over the interval, they do not sit at its ends); routing decisions that are too close
+to call flip in
 the displaced runs as they may in a backend.
 """
 
@@ -43,7 +46,8 @@ def exact_steps(config: KimiConfig, weights: ModelWeights, tokens: list[int], sa
 
 
 def displaced_ops(act: torch.dtype, amplitude: float, seed: int) -> SimpleNamespace:
-    """The float64 reference with each output moved by +-amplitude times the error that a kernel with `act` outputs may make."""
+    """The float64 reference with each output moved by +-amplitude times the error that a kernel with `act` outputs
+    may make."""
     generator = torch.Generator().manual_seed(seed)
     nominal = {"act": act, "f32": torch.float32}
 
@@ -62,7 +66,7 @@ def displaced_ops(act: torch.dtype, amplitude: float, seed: int) -> SimpleNamesp
             outputs, pools = reference_bounds(op, args)
             for name, pool in pools.items():
                 for index, want in pool.written.items():
-                    pool.tensor[index] = displace(want, nominal[spec.args[name].split()[-1]])
+                    pool.tensor[index] = displace(want, nominal[str(spec.args[name]).split()[-1]])
             results = tuple(displace(o, nominal.get(kind, act)) for o, kind in zip(outputs, kinds, strict=True))
             return results if len(results) > 1 else results[0] if results else None
 

@@ -88,7 +88,8 @@ class KimiConfig:
                 raise ConfigError(f"tp={tp} does not divide {name}={getattr(self, name)}")
         if self.mxfp4_experts and self.expert_size // tp % MXFP4_GROUP:
             raise ConfigError(
-                f"tp={tp} cuts expert_size={self.expert_size} into {self.expert_size // tp}, not a multiple of the MXFP4 group {MXFP4_GROUP}"
+                f"tp={tp} cuts expert_size={self.expert_size} into {self.expert_size // tp}, "
+                f"not a multiple of the MXFP4 group {MXFP4_GROUP}"
             )
         return dataclasses.replace(self, **{name: getattr(self, name) // tp for name in split})
 

@@ -6,6 +6,7 @@ Every op returns new tensors; only `causal_conv1d`, `kda_recurrent` and `mla_kv_
 Source   k3-decode-spec sections 0 and 2 (HF modeling_kimi_linear.py of moonshotai/Kimi-K3, five engines agree).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -27,12 +28,13 @@ class StepOutput:
 def decode_step(
     ops: SimpleNamespace, config: KimiConfig, weights: ModelWeights, state: State, batch: Batch, tokens: Tensor
 ) -> StepOutput:
-    """Runs rows of `tokens` [R] through the model. `config` and `weights` are this rank's; `state` is updated in place."""
+    """Runs rows of `tokens` [R] through the model. `config` and `weights` are this rank's; `state` is updated in
+    place."""
     prefix = ops.embedding(tokens, weights.embed)  # [R, D]
     bank: list[Tensor] = []  # residual bank: prefix at the start of each block, oldest first
     for layer, layer_state in zip(weights.layers, state.layers, strict=True):
         h = mix(ops, config, prefix, bank, layer.attn_res_weight, layer.input_norm)
-        attention = kda if isinstance(layer.attn, KdaWeights) else mla
+        attention: Callable = kda if isinstance(layer.attn, KdaWeights) else mla
         a = attention(ops, config, layer.attn, layer_state, batch, h)
         if config.starts_block(layer.index):
             bank = [*bank, prefix]
@@ -40,7 +42,7 @@ def decode_step(
         else:
             prefix = ops.residual_add(prefix, a)
         h = mix(ops, config, prefix, bank, layer.mlp_res_weight, layer.post_norm)
-        mlp = dense_mlp if isinstance(layer.mlp, DenseWeights) else moe
+        mlp: Callable = dense_mlp if isinstance(layer.mlp, DenseWeights) else moe
         prefix = ops.residual_add(prefix, mlp(ops, config, layer.mlp, h))
     h = mix(ops, config, prefix, bank, weights.output_res_weight, weights.final_norm)
     logits = ops.linear(h, weights.lm_head)  # [R, VOCAB]

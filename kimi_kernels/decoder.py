@@ -1,9 +1,11 @@
-"""Greedy decoding of one model with one backend: owns state and batch, feeds tokens, replays a CUDA graph where there is a GPU.
+"""Greedy decoding of one model with one backend: owns state and batch, feeds tokens, replays a CUDA graph where there
+is a GPU.
 
     decoder = Decoder(config, weights, "triton", batch=1, context=256, device="cuda")
     tokens, seconds = decoder.generate([[1, 2, 3]], new=16)
 
-A prompt is fed through decode steps, one token a step. On a GPU the Triton step is captured once, before the first token, and
+A prompt is fed through decode steps, one token a step. On a GPU the Triton step is captured once, before the first
+token, and
 replayed for every token: a replay allocates, compiles and synchronises nothing.
 """
 
@@ -74,6 +76,7 @@ class Decoder:
         else:
             self._output = self._run()
         self.batch.is_new.fill_(False)
+        assert self._output is not None
         return self._output
 
     def generate(self, prompts: list[list[int]], new: int) -> Generated:
@@ -85,7 +88,9 @@ class Decoder:
         feed = torch.tensor(prompts, device=device).T  # [prompt length, B]
         if self.use_graph and self._graph is None:
             self._capture()
-        chosen, logits, start = [], [], 0.0
+        chosen: list[torch.Tensor] = []
+        logits: list[torch.Tensor] = []
+        start = 0.0
         for i in range(len(prompts[0]) + new - 1):
             output = self.step(feed[i] if i < len(feed) else chosen[-1])
             if i >= len(feed) - 1:
@@ -119,9 +124,11 @@ class Decoder:
             raise ValueError(f"generate: new must be at least 1, got {new}")
         if len(prompts) != batch or len({len(p) for p in prompts}) != 1 or not prompts[0]:
             raise ValueError(f"generate: prompts must be {batch} non-empty lists of one length")
-        if len(prompts[0]) + new - 1 > self.context:
+        positions = len(prompts[0]) + new - 1
+        if positions > self.context:
             raise ValueError(
-                f"generate: prompt of {len(prompts[0])} and {new} new tokens need {len(prompts[0]) + new - 1} positions, context is {self.context}"
+                f"generate: prompt of {len(prompts[0])} and {new} new tokens need {positions} positions, "
+                f"context is {self.context}"
             )
         bad = [t for p in prompts for t in p if not 0 <= t < vocab]
         if bad:

@@ -1,15 +1,19 @@
 """A number type that carries its own float32 rounding-error bound: running error analysis of the reference formulas.
 
-`Bounded(value, err)` is a float64 tensor with, per element, a bound on how far a float32 evaluation of the same formula may
-lie from it. The ops of `reference.py` run on it unchanged, so every op's error bound is computed from the inputs at hand:
+`Bounded(value, err)` is a float64 tensor with, per element, a bound on how far a float32 evaluation of the same
+formula may
+lie from it. The ops of `reference.py` run on it unchanged, so every op's error bound is computed from the inputs at
+hand:
 
     a + b      err_a + err_b + u |a + b|                              u = 2^-24, half a float32 ulp
     a * b      |a| err_b + |b| err_a + err_a err_b + u |a b|
     sum of n   sum err + depth(n) u sum |terms|                       depth(n) = 8 + sqrt(n), any blocked order
     f(x)       first-order propagation of err + a declared constant per function (`APPROX`)
 
-`depth` is below the worst case n - 1 on purpose: kernels add in blocks and trees, and the errors of a long sum grow like
-sqrt(n); for n = 128 it is 19. Products of bfloat16 values are exact in float32. What a kernel rounds on output (half an ulp of
+`depth` is below the worst case n - 1 on purpose: kernels add in blocks and trees, and the errors of a long sum grow
+like
+sqrt(n); for n = 128 it is 19. Products of bfloat16 values are exact in float32. What a kernel rounds on output (half
+an ulp of
 the output dtype) is added by `compare.py`.
 
 Source   running error analysis: N. Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 3.3.
@@ -174,7 +178,9 @@ def _exp(x: Bounded) -> Bounded:
 
 def _sigmoid(x: Bounded) -> Bounded:
     value = torch.sigmoid(x.value)
-    slope = torch.minimum(torch.full_like(value, 0.25), _zero_safe(value * (1 - value), torch.exp(x.err.clamp(max=700.0))))
+    slope = torch.minimum(
+        torch.full_like(value, 0.25), _zero_safe(value * (1 - value), torch.exp(x.err.clamp(max=700.0)))
+    )
     own = value * (4 + (APPROX["exp"] + x.value.abs().clamp(max=104.0)) * (1 - value)) * U
     return Bounded(value, torch.clamp(_zero_safe(slope, x.err), max=1.0) + own + TINY)
 

@@ -5,7 +5,8 @@
     scale  byte s is 2^(s-127); 0 is 2^-127, 255 is NaN for its block
     value  code * scale, exact in bfloat16 and wider for every scale that the dtype can hold
 
-Source   OCP Microscaling Formats 1.0; compressed-tensors format `mxfp4-pack-quantized` (quantization_config of Kimi K3).
+Source   OCP Microscaling Formats 1.0; compressed-tensors format `mxfp4-pack-quantized` (quantization_config of Kimi
+K3).
 """
 
 import torch
@@ -42,7 +43,8 @@ def dequantize(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Nearest MXFP4 weights of `weight` [..., C]: packed [..., C/2] and scale [..., C/32], uint8.
 
-    The scale of a group is the power of two that brings its largest magnitude to at most 6; ties go to the smaller magnitude.
+    The scale of a group is the power of two that brings its largest magnitude to at most 6; ties go to the smaller
+    magnitude.
     """
     groups = weight.double().unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True).clamp(min=2.0**-120)

@@ -3,7 +3,8 @@
 Reference, Triton ops and megakernel stages carry the same names and the same signatures; `checks.validate` refuses what
 the table does not allow; traffic is counted from it.
 
-Dims are bound by name within one call (`R` rows, `B` sequences, `D` hidden, ...; CONTRIBUTING.md lists them). A tensor spec reads
+Dims are bound by name within one call (`R` rows, `B` sequences, `D` hidden, ...; CONTRIBUTING.md lists them). A
+tensor spec reads
 
     "R D act"            dims, then dtype class
     "B i32?"             `?`: the argument may be None
@@ -11,11 +12,13 @@ Dims are bound by name within one call (`R` rows, `B` sequences, `D` hidden, ...
 
 Dtype classes: `act` is the activation dtype (bfloat16 or float32, the same for all `act` tensors of a call), `float` is
 any of the two independently, `f32 i32 u8 bool` are exact, `token` is int32 or int64.
-`inplace` names arguments that the op changes; `pools` names arguments of which only some rows are touched, with the number
+`inplace` names arguments that the op changes; `pools` names arguments of which only some rows are touched, with the
+number
 of first-dim rows read per call; they are counted once, or twice when changed in place.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -179,11 +182,14 @@ OPS: dict[str, OpSpec] = {
 def markdown_table() -> str:
     """The op table of DESIGN.md."""
 
-    def cell(items: dict[str, str | type]) -> str:
+    def cell(items: Mapping[str, str | type]) -> str:
         shown = (f"{name} {want if isinstance(want, str) else want.__name__}" for name, want in items.items())
         return "<br>".join(f"`{text}`" for text in shown) or "-"
 
-    rows = [f"| {name} | {cell(op.args)} | {cell(op.outputs)} | {', '.join(op.inplace) or '-'} |" for name, op in OPS.items()]
+    rows = [
+        f"| {name} | {cell(op.args)} | {cell(op.outputs)} | {', '.join(op.inplace) or '-'} |"
+        for name, op in OPS.items()
+    ]
     return "\n".join(["| op | arguments | results | changed in place |", "|---|---|---|---|", *rows])
 
 

@@ -1,12 +1,16 @@
 """Every op of the decode step in plain torch: what the ops mean, in any float dtype up to float64.
 
 Signatures are those of `op_specs.OPS`. The dtype of the first argument is the dtype of the whole computation and of the
-float outputs; nothing is rounded to an activation dtype here (`backends.reference_ops` does that), and nothing is shared
+float outputs; nothing is rounded to an activation dtype here (`backends.reference_ops` does that), and nothing is
+shared
 with the kernels. Loops over sequences and picks are Python loops on purpose. The functions use only what
 `error_bound.Bounded` understands, so the same lines also yield a rounding-error bound.
 
-Source   k3-decode-spec section 2, with the confirmations listed there; DESIGN.md names the public facts behind each formula.
+Source   k3-decode-spec section 2, with the confirmations listed there; DESIGN.md names the public facts behind each
+formula.
 """
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +29,8 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def attn_res_norm(prefix: Tensor, bank: list[Tensor], score_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of the softmax mixture of the bank rows and, last, the prefix; scores are of the normed rows. -> [R, D]"""
+    """RMSNorm of the softmax mixture of the bank rows and, last, the prefix; scores are of the normed rows. -> [R,
+    D]"""
     rows = torch.stack([*(b.to(prefix.dtype) for b in bank), prefix], dim=1)  # [R, N_BANK+1, D]
     scores = torch.rsqrt(rows.square().mean(-1) + eps) * (rows * score_weight.to(prefix.dtype)).sum(-1)
     mixture = (softmax(scores).unsqueeze(-1) * rows).sum(1)  # raw rows, not the normed ones
@@ -50,7 +55,8 @@ def causal_conv1d(
     is_new: Tensor,
     first_valid_slot: int,
 ) -> Tensor:
-    """SiLU of a depthwise convolution over the W-1 cached inputs and the new one; the window keeps raw inputs. -> [R, CH]"""
+    """SiLU of a depthwise convolution over the W-1 cached inputs and the new one; the window keeps raw inputs. -> [R,
+    CH]"""
     taps, steps = weight.to(x.dtype), x.shape[0] // max(1, slots.shape[0])
     z = []
     for b, slot in enumerate(slots.tolist()):
@@ -72,7 +78,8 @@ def causal_conv1d(
 def kda_gate_bounded(
     raw_decay: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float
 ) -> tuple[Tensor, Tensor]:
-    """log_decay = lower_bound * sigmoid(exp(A_log) * (raw + dt_bias)), beta = sigmoid(raw_beta). -> [R, H, K], [R, H]"""
+    """log_decay = lower_bound * sigmoid(exp(A_log) * (raw + dt_bias)), beta = sigmoid(raw_beta). -> [R, H, K], [R,
+    H]"""
     log_decay = lower_bound * torch.sigmoid(decay_rate(A_log, raw_decay) * (raw_decay + dt_bias.to(raw_decay.dtype)))
     return log_decay, torch.sigmoid(raw_beta.to(raw_decay.dtype))
 
@@ -157,7 +164,8 @@ def mla_decode(
     scale: float,
     kv_lora_rank: int,
 ) -> Tensor:
-    """Attention over the cached rows, causal within the step; all channels score, the first kv_lora_rank are the values."""
+    """Attention over the cached rows, causal within the step; all channels score, the first kv_lora_rank are the
+    values."""
     page_size, steps = latent_cache.shape[1], q_latent.shape[0] // max(1, seq_lens.shape[0])
     o = []
     for r in range(q_latent.shape[0]):
@@ -258,7 +266,7 @@ def softmax(scores: Tensor) -> Tensor:
     return p / p.sum(-1, keepdim=True)
 
 
-def _per_pick(x: Tensor, topk_ids: Tensor, weight, shape: tuple[int, int]) -> Tensor:
+def _per_pick(x: Tensor, topk_ids: Tensor, weight: Callable[[int], Tensor], shape: Sequence[int]) -> Tensor:
     """weight(expert) . x[r] (or x[r, a]) for every row r and pick a. -> [R, A, N]"""
     num_experts, width = shape
     rows = []
@@ -268,7 +276,7 @@ def _per_pick(x: Tensor, topk_ids: Tensor, weight, shape: tuple[int, int]) -> Te
             torch.einsum("c,nc->n", pick, weight(e))
             if 0 <= e < num_experts
             else torch.zeros(width, dtype=x.dtype, device=topk_ids.device)
-            for a, (e, pick) in enumerate(zip(ids, picks))
+            for a, (e, pick) in enumerate(zip(ids, picks, strict=True))
         ]
     if not rows:
         return torch.zeros(*topk_ids.shape, width, dtype=x.dtype, device=topk_ids.device)

@@ -36,7 +36,8 @@ class MlaState:
 class Batch:
     """Where the rows of this step live. Row b*T + t is token t of sequence b; T = R // B.
 
-    A row with `slots[b] < first_valid_slot` is padding: its outputs are zero, the pools stay untouched. SGLang pads with -1
+    A row with `slots[b] < first_valid_slot` is padding: its outputs are zero, the pools stay untouched. SGLang pads
+    with -1
     (`first_valid_slot=0`), vLLM reserves block 0 (`first_valid_slot=1`). A padded row has `seq_lens[b] = 0`.
     """
 
@@ -63,7 +64,8 @@ class State:
         device: torch.device | str = "cpu",
         layers: Sequence[int] | None = None,
     ) -> "State":
-        """Fresh pools for `slots` sequences and `pages * page_size` cached tokens; `config` is this rank's (sharded)."""
+        """Fresh pools for `slots` sequences and `pages * page_size` cached tokens; `config` is this rank's
+        (sharded)."""
         heads, dim = config.kda_heads, config.kda_head_dim
         latent = config.kv_lora_rank + config.qk_rope_dim
 

@@ -1,4 +1,5 @@
-"""What the op tests draw from: fills, seeds, dims and slots. A case is a frozen dataclass of small fields; tensors are made from it."""
+"""What the op tests draw from: fills, seeds, dims and slots. A case is a frozen dataclass of small fields; tensors
+are made from it."""
 
 import torch
 from hypothesis import strategies as st
@@ -42,7 +43,8 @@ def strided(x: torch.Tensor, before: int = 8, after: int = 5) -> torch.Tensor:
 
 
 def slots_with_gaps(batch: int, pool: int, seed: int, padded: int = 0, null: int = -1) -> torch.Tensor:
-    """`batch` distinct slots in [0, pool) in random order, the last `padded` of them replaced by `null`. -> int32 [B]"""
+    """`batch` distinct slots in [0, pool) in random order, the last `padded` of them replaced by `null`. -> int32
+    [B]"""
     slots = torch.randperm(pool, generator=torch.Generator().manual_seed(seed))[:batch].int()
     slots[batch - padded :] = null
     return slots

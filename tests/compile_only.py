@@ -45,17 +45,19 @@ def compile_only():
         kernels.append(run(self, *args, grid=grid, warmup=True, **kwargs))
         return kernels[-1]
 
+    active = driver._active
     driver.set_active(_Sm90Driver())
     JITFunction.run = compile_launch
     try:
         yield kernels
     finally:
         JITFunction.run = run
-        driver.reset_active()
+        driver._active = active
 
 
 def resources(kernel) -> dict[str, int]:
-    """Registers, stack and local bytes of a compiled kernel, as `cuobjdump` reports them; shared bytes from its metadata."""
+    """Registers, stack and local bytes of a compiled kernel, as `cuobjdump` reports them; shared bytes from its
+    metadata."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(kernel.asm["cubin"])

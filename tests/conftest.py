@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton
 
+torch.set_num_threads(1)  # small tensors; the test run itself is parallel
+
 COMMON = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.register_profile("dev", max_examples=10, **COMMON)
 settings.register_profile("ci", max_examples=15, derandomize=True, database=None, print_blob=True, **COMMON)

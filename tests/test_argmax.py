@@ -49,7 +49,7 @@ def test_equals_the_reference(device, case):
     check_op("argmax", argmax, *case.args(device))
 
 
-@given(cases)
+@given(cases.filter(lambda case: case.vocab <= 320))
 def test_blocks_and_merge_equal_the_reference(device, case):
     check_op("argmax", lambda logits, start: _launch(BLOCKS, logits, start), *case.args(device))
 
@@ -93,7 +93,7 @@ def test_memory_around_the_row_is_not_read(device):
 def test_ranks_together_equal_one_rank(device, seed, vocab):
     """Winners of slices, compared in the order of the ranks, are the winner of the row."""
     logits, _ = Case(rows=3, vocab=vocab, fill="special", seed=seed).args(device)
-    parts = [argmax(part, 8 * rank) for rank, part in enumerate(logits.split(8, dim=1))]
+    parts = [argmax(part, vocab // 4 * rank) for rank, part in enumerate(logits.chunk(4, dim=1))]
     tokens, values = (torch.stack(column, dim=1) for column in zip(*parts, strict=True))
     first = values.eq(values.amax(1, keepdim=True)).int().argmax(1, keepdim=True)
     assert_same_bits(tokens.gather(1, first)[:, 0], argmax(logits, 0)[0])

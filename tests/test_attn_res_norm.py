@@ -1,4 +1,4 @@
-"""attn_res_norm: cases against the reference, the properties of a mixture, and the known faults of attention residuals."""
+"""attn_res_norm: cases against the reference, the properties of a mixture, known faults of attention residuals."""
 
 from dataclasses import dataclass
 

@@ -24,7 +24,9 @@ def kda_args(seed: int = 0, fill: str = "normal") -> tuple:
     return q, k, v, log_decay, beta, state, slots, torch.zeros(R, dtype=torch.bool), 0
 
 
-def kda_fp32(q, k, v, log_decay, beta, state, slots, is_new, first_valid_slot, eps=1e-6, scale=K**-0.5, keep=FP32, flip=False):
+def kda_fp32(
+    q, k, v, log_decay, beta, state, slots, is_new, first_valid_slot, eps=1e-6, scale=K**-0.5, keep=FP32, flip=False
+):
     """A float32 evaluation with knobs for planted bugs; `flip` sums in another order."""
     total = (lambda t: t.flip(-1).unflatten(-1, (4, -1)).sum(-1).sum(-1)) if flip else (lambda t: t.sum(-1))
     q, k, v = q.float(), k.float(), v.float()

@@ -1,4 +1,5 @@
-"""Every Triton kernel compiles for sm_90 at real shapes without a GPU, keeps its values in registers and fits shared memory."""
+"""Every Triton kernel compiles for sm_90 at real shapes without a GPU, keeps its values in registers and fits shared
+memory."""
 
 import os
 import subprocess
@@ -13,10 +14,15 @@ MAX_SHARED = 227 * 1024
 
 @pytest.mark.parametrize("config, tp, rows", CASES)
 def test_real_shapes_compile_without_spills(config, tp, rows):
-    """Runs the step on CPU tensors of one rank with launches turned into compilations (in a process without the interpreter)."""
+    """Runs the step on CPU tensors of one rank with launches turned into compilations (in a process without the
+    interpreter)."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, __file__, config, str(tp), str(rows)], env=env, capture_output=True, text=True, cwd=Path(__file__).parent.parent
+        [sys.executable, __file__, config, str(tp), str(rows)],
+        env=env,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent.parent,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

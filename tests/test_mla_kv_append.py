@@ -105,7 +105,7 @@ def test_strided_lengths_and_tables(device):
     wide[:, 3:] = table
     caches = cache.clone(), cache.clone()
     mla_kv_append(ckv, weight, eps, caches[0], table, seq_lens)
-    mla_kv_append(ckv.contiguous(), weight, eps, caches[1], wide[:, 3:], lens[:, 1])
+    mla_kv_append(ckv, weight, eps, caches[1], wide[:, 3:], lens[:, 1])
     assert_same_bits(*caches)
 
 

@@ -27,8 +27,9 @@ class Case:
 
     def args(self, device: str) -> tuple:
         """Logits between NaN columns; the bias is an every-other slice."""
-        logits = make(self.rows, self.experts, fill=self.fill, seed=self.seed, dtype=FP32, device=device, scale=self.scale)
-        bias = make(self.experts, 2, seed=self.seed + 1, dtype=FP32, device=device, scale=0.1)
+        kind = dict(dtype=FP32, device=device)
+        logits = make(self.rows, self.experts, fill=self.fill, seed=self.seed, scale=self.scale, **kind)
+        bias = make(self.experts, 2, seed=self.seed + 1, scale=0.1, **kind)
         return strided(logits), bias[:, 0], min(self.top_k, self.experts), self.scaling
 
 
@@ -60,11 +61,13 @@ def test_expert_counts_up_to_1024(device, experts):
     assert moe_router(logits, bias, top_k, scaling)[0].eq(experts - 1).any(1).all()
 
 
-@pytest.mark.parametrize("top_k, group", ((1, 1), (1, 64), (1, 128), (5, 1), (5, 4), (5, 16), (16, 1), (16, 2), (16, 8)))
+@pytest.mark.parametrize("top_k, group", ((1, 1), (1, 32), (5, 1), (5, 16), (16, 2), (16, 8)))
 def test_the_size_of_a_group_changes_nothing(device, group, top_k):
+    """Only the order of the sum of scores, so the weights keep their bound and the ids their bits."""
     args = Case(rows=2, experts=100, top_k=top_k).args(device)
-    for got, want in zip(_launch(MoeRouterConfig(group, 1), *args), moe_router(*args), strict=True):
-        assert_same_bits(got, want)
+    grouped = lambda *args: _launch(MoeRouterConfig(group, 1), *args)  # noqa: E731
+    check_op("moe_router", grouped, *args)
+    assert_same_bits(grouped(*args)[0], moe_router(*args)[0])
 
 
 def test_winners_may_share_a_group(device):
@@ -122,10 +125,10 @@ def test_scaling_is_applied_once_after_the_sum(device):
     torch.testing.assert_close(one.sum(), torch.tensor(1.0, device=device), rtol=2e-7, atol=0)  # two float32 roundings
 
 
-@given(seed=seeds, experts=st.sampled_from((24, 256)))
-def test_experts_permute(device, seed, experts):
-    logits, bias, top_k, scaling = Case(experts=experts, seed=seed).args(device)
-    order = torch.randperm(experts, generator=torch.Generator().manual_seed(seed)).to(device)
+@given(seed=seeds)
+def test_experts_permute(device, seed):
+    logits, bias, top_k, scaling = Case(experts=64, seed=seed).args(device)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)).to(device)
     ids, weights = moe_router(logits, bias, top_k, scaling)
     permuted_ids, permuted_weights = moe_router(logits[:, order].contiguous(), bias[order], top_k, scaling)
     assert_same_bits(order[permuted_ids.long()].int(), ids)

@@ -1,4 +1,5 @@
-"""Rules of the repository that a machine can hold: name parity, documented paths, size limits, import directions, bans."""
+"""Rules of the repository that a machine can hold: name parity, documented paths, size limits, import directions,
+bans."""
 
 import ast
 import importlib

@@ -77,7 +77,8 @@ def test_tanh_keeps_its_relative_precision_near_zero(device):
     """1 - 2/(exp(2x) + 1) alone loses all digits there: SiTU of small values is gate * up / 2."""
     x = torch.logspace(-30, -4, 64, dtype=torch.float64).float().to(device)
     m = situ(torch.cat([x, torch.ones_like(x)]).reshape(1, -1), *BETAS)
-    want = x.double() / 2 * (1 + x.double() / 2) * 25 * math.tanh(1 / 25)  # sigmoid(x) = 1/2 + x/4 to the digits of float32
+    # sigmoid(x) = 1/2 + x/4 to the digits of float32
+    want = x.double() / 2 * (1 + x.double() / 2) * 25 * math.tanh(1 / 25)
     torch.testing.assert_close(m[0].double(), want, rtol=1e-6, atol=0)
 
 

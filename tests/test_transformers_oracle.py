@@ -1,4 +1,5 @@
-"""The independent oracle: transformers' own KimiLinearForCausalLM writes the checkpoint, chooses tokens and gives logits."""
+"""The independent oracle: transformers' own KimiLinearForCausalLM writes the checkpoint, chooses tokens and gives
+logits."""
 
 import pytest
 import torch
@@ -13,8 +14,12 @@ transformers = pytest.importorskip("transformers", minversion="5.24")
 PROMPT = [3, 17, 40, 7]
 NEW = 32
 SIZES = {
-    "small": dict(hidden_size=64, layers=4, full=(4,), heads=2, kda=(2, 16), lora=32, nope=16, rope=16, v=16, experts=8),
-    "wide": dict(hidden_size=144, layers=5, full=(2, 5), heads=3, kda=(4, 32), lora=64, nope=32, rope=16, v=32, experts=12),
+    "small": dict(
+        hidden_size=64, layers=4, full=(4,), heads=2, kda=(2, 16), lora=32, nope=16, rope=16, v=16, experts=8
+    ),
+    "wide": dict(
+        hidden_size=144, layers=5, full=(2, 5), heads=3, kda=(4, 32), lora=64, nope=32, rope=16, v=32, experts=12
+    ),
 }
 
 
@@ -80,7 +85,9 @@ def oracle(model) -> tuple[list[int], torch.Tensor]:
     return out.sequences[0, len(PROMPT) :].tolist(), torch.cat(out.logits).float()
 
 
-@pytest.fixture(scope="module", params=[("small", "float32"), ("wide", "float32"), ("small", "bfloat16"), ("wide", "bfloat16")])
+@pytest.fixture(
+    scope="module", params=[("small", "float32"), ("wide", "float32"), ("small", "bfloat16"), ("wide", "bfloat16")]
+)
 def written(request, tmp_path_factory):
     """A checkpoint that transformers wrote, its tokens and logits, and ours loaded from it."""
     size, dtype = request.param

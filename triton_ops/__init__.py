@@ -1,6 +1,7 @@
 """One Triton kernel per op of `kimi_kernels.op_specs.OPS`, in the order of the decode step. Importing needs no GPU.
 
-Every op allocates its outputs, changes only the arguments that the table calls `inplace`, and never waits for the device.
+Every op allocates its outputs, changes only the arguments that the table calls `inplace`, and never waits for the
+device.
 """
 
 # ruff: noqa: I001
@@ -29,7 +30,7 @@ from triton_ops.moe_down import moe_down
 from triton_ops.moe_down_mxfp4 import moe_down_mxfp4
 from triton_ops.argmax import argmax
 
-__all__ = [
+__all__ = [  # noqa: RUF022
     "embedding",
     "attn_res_norm",
     "rms_norm",
@@ -54,4 +55,4 @@ __all__ = [
     "moe_down",
     "moe_down_mxfp4",
     "argmax",
-]  # noqa: RUF022
+]

@@ -1,12 +1,12 @@
 """What the routed-expert ops share: which program serves which picks, the kernel around a contraction, and its launch.
 
-A pick p = r * A + a is one (row, expert) pair. Its output is W[expert] . x for one row of inputs.
+A pick p = r * A + a is one (row, expert) pair. Its output is W[expert] . x for the inputs of the row.
 
-Work     grid (R * A picks * tiles of BLOCK_N outputs). The first pick of an expert, and every BLOCK_R-th after it, serves the
-         BLOCK_R picks from itself on and reads the weights once for all of them; the programs of other picks end at once.
-         No sorting, no counters: each program reads the R * A ids. One warp of the program contracts one of SPLIT slices of
-         each step of C, all BLOCK_N outputs; the slices are added at the end, in order.
-Order    the sum over C depends on C, BLOCK_C and SPLIT only, never on the rows: a row gives the same bits in any batch
+Work     grid (R * A picks * tiles of BLOCK_N outputs). The first pick of an expert, and every BLOCK_R-th after it,
+         serves the BLOCK_R picks from itself on, so weights are read once for all of them; the programs of other picks
+         end at once. No sorting and no counters: a program reads the ids. Each warp contracts one of SPLIT slices of
+         every step of C for all BLOCK_N outputs; the slices are added at the end, in order
+Order    the sum over C depends on C, BLOCK_C and SPLIT, never on the rows: a row has the same bits in any batch
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ExpertConfig:
 
 
 def pick_block_n(rows: int, top_k: int, outputs: int, split: int) -> int:
-    """64 outputs where every SM still gets eight warps, so that loads of some cover the decoding of others; else fewer."""
+    """64 outputs where every SM still gets eight warps, whose loads cover the decoding of others; else fewer."""
     picks = row_bucket(rows) * top_k
     enough = (n for n in (64, 32) if picks * triton.cdiv(outputs, n) * split >= 8 * SMS)
     return next(enough, 16)

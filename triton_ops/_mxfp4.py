@@ -3,13 +3,13 @@
     w[n, c]   = E2M1[code[n, c]] * 2^(scale[n, c // 32] - 127)      exact for 16 codes and 256 scales; 255 is NaN
     acc[n, r] = sum_c w[n, c] * x[r, c]                             products exact, sums in float32
 
-A word holds the codes of inputs 8w ... 8w+7, lowest bits first. Nibbles p and p+4 lie 16 bits apart, so one masked word is
-a pair of weights; x is split the same way into four parts (inputs p and p+4 of every word), and each part is one
+A word holds the codes of inputs 8w ... 8w+7, lowest bits first. Nibbles p and p+4 lie 16 bits apart, so one masked word
+is a pair of weights; x is split the same way into four parts (inputs p and p+4 of every word), and each part is one
 tensor-core dot. Nothing is interleaved, and no weight moves between threads after it was loaded.
 
-A weight must be finite and keep all its bits, for which one factor per pair of weights is enough up to scale 2 in bfloat16.
-A block that meets a larger scale is computed again (SCALED), in two parts: the weights of its largest scales times 2^-64,
-then all others.
+A weight must be finite and keep all its bits. In bfloat16 one factor per pair of weights is enough for scales up to 2.
+A block that meets a larger scale is computed again (SCALED), in two parts: the weights of its largest scales times
+2^-64, then all others.
 """
 
 import torch
@@ -25,8 +25,8 @@ FINITE = tl.constexpr(250)  # last scale byte whose weights are finite with room
 def _decode_ptx() -> str:
     """One word ($8) and a factor twice in bfloat16 ($9) to the pairs (0, 4), (1, 5), (2, 6), (3, 7) in $0 ... $7.
 
-    The magnitude bits e1 e0 m at bits 8 ... 6 of a bfloat16 are the value times 2^-126, 0.5 included (a subnormal, which
-    mul.bf16x2 keeps). One multiply puts a nibble there and its sign at bit 15; the mask removes the copies in between.
+    The magnitude bits e1 e0 m at bits 8 ... 6 of a bfloat16 are the value times 2^-126, 0.5 included (a subnormal, and
+    mul.bf16x2 keeps those). One multiply puts a nibble there and its sign at bit 15; a mask clears the bits in between.
     """
     lines = ["{ .reg .b32 word, pair;", "mov.b32 word, $8;"]
     for p in range(4):
@@ -197,12 +197,13 @@ def contract_mxfp4(
         x_ptrs, mask_x, weights, STRIDES, expert, offs_n, C, BLOCK_C, SPLIT, STAGES, COMPUTE, SCALED=False
     )
     if tl.max(largest) > (ONE_FACTOR if COMPUTE == tl.bfloat16 else FINITE):
-        acc = tl.zeros(acc.shape, tl.float32)
-        for part in range(LARGEST, -1, -1):
-            part_acc, largest = _contract(
-                x_ptrs, mask_x, weights, STRIDES, expert, offs_n, C, BLOCK_C, SPLIT, 1, COMPUTE, True, part
-            )
-            acc = acc * 2.0**64 + part_acc
+        high, largest = _contract(
+            x_ptrs, mask_x, weights, STRIDES, expert, offs_n, C, BLOCK_C, SPLIT, 1, COMPUTE, True, LARGEST
+        )
+        acc, largest = _contract(
+            x_ptrs, mask_x, weights, STRIDES, expert, offs_n, C, BLOCK_C, SPLIT, 1, COMPUTE, True, 0
+        )
+        acc += high * 2.0**64
     return tl.sum(acc, axis=0)
 
 

@@ -7,8 +7,8 @@
 Layout   logits  [R, VOCAB] act, any row stride     read
          tokens  [R] int64                          written
          values  [R] float32                        written
-Work     grid (R, blocks), then (R): a program finds the winner of one block, a second launch of the same kernel the winner of the
-         blocks; rows of at most one block need one launch
+Work     grid (R, blocks), then (R): a program finds the winner of one block, a second launch of the same kernel the
+         winner of the blocks; rows of at most one block need one launch
 Bytes    R*VOCAB*act + R*12, and R*blocks*24 between the launches
 Error    none
 Source   k3-decode-spec 2.10

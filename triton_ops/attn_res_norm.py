@@ -1,4 +1,4 @@
-"""Attention residual: the normed softmax mixture of the residual bank and the running prefix; the input of every K3 sublayer.
+"""Attention residual: the normed softmax mixture of residual bank and running prefix; the input of K3 sublayers.
 
     v_j   = bank rows, oldest first, then the prefix                         j = 0 .. N
     s_j   = sum_d(v_j[d] * score_weight[d]) / sqrt(mean_d(v_j^2) + eps)
@@ -10,8 +10,9 @@ Layout   prefix        [R, D] act, any row stride                 read
          score_weight  [D] float32, any stride                    read
          norm_weight   [D] act, any stride                        read
          h             [R, D] act                                 written
-Work     grid (R); a program owns one row of all N+1 tensors. All sums of the scores are one reduction over the program. Up to
-         KEEP rows stay in registers for the mixture, the others are loaded again, from L1: nine rows of 7168 do not fit
+Work     grid (R); a program owns one row of all N+1 tensors. All loads are issued first; all sums of the scores are one
+         reduction over the program. KEEP rows stay in registers for the mixture, the others are loaded again, from L1:
+         nine rows of 7168 do not fit
 Bytes    (N + 2)*R*D*act + D*(act + 4)
 Error    one rounding to act; rsqrt twice, exp, one division
 Source   k3-decode-spec 2.4; `attn_res_block_size` of the Kimi K3 config
@@ -115,7 +116,7 @@ def attn_res_norm(
     norm_weight: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Returns h [R, D] in the dtype of `prefix`; `bank` is oldest first. Raises ValueError as `checks.validate` does."""
+    """Returns h [R, D] in the dtype of `prefix`; `bank` is oldest first. Raises as `checks.validate` does."""
     dims = validate(
         "attn_res_norm",
         prefix=prefix,

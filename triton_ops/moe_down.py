@@ -7,9 +7,9 @@ Layout   m [R, A, I] act, topk_ids [R, A] int32, topk_weights [R, A] float32, an
          w2 [E, Z, I] act                                            read, experts picked
          partial [R, A, Z] float32                                   written and read again
          y [R, Z] act                                                written
-Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; a second kernel adds the A partials of a row
+Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; a second kernel adds the partials
 Bytes    distinct experts * Z * I*act + R*(A*(I*act + 8 + 2*Z*4) + Z*act)
-Error    float32 sums (tensor core; products of bf16 are exact), one rounding to act
+Error    products of bf16 exact, float32 sums, one rounding to act
 Source   k3-decode-spec 2.9
 """
 
@@ -33,7 +33,7 @@ def pick_moe_down_config(rows: int, top_k: int, outputs: int, inputs: int, eleme
 
 
 def moe_down(m: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """Returns y [R, Z] in the dtype of m. Raises ValueError as `checks.validate` does."""
+    """Returns y [R, Z] in the dtype of m. Raises as `checks.validate` does."""
     dims = validate("moe_down", m=m, topk_ids=topk_ids, topk_weights=topk_weights, w2=w2)
     config = pick_moe_down_config(dims["R"], dims["A"], dims["Z"], dims["I"], m.element_size())
     return _launch(config, m, topk_ids, topk_weights, w2)

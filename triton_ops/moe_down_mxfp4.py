@@ -8,9 +8,9 @@ Layout   m [R, A, I] act, topk_ids [R, A] int32, topk_weights [R, A] float32, an
          w2_packed [E, Z, I/2] uint8, w2_scale [E, Z, I/32] uint8                   read, experts picked
          partial [R, A, Z] float32                                                  written and read again
          y [R, Z] act                                                               written
-Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; a second kernel adds the A partials of a row
+Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; a second kernel adds the partials
 Bytes    distinct experts * Z * I * 17/32 + R*(A*(I*act + 8 + 2*Z*4) + Z*act)
-Error    products exact, float32 sums, one rounding to act; a weight from 2^128 on is infinite
+Error    products exact, float32 sums, one rounding to act
 Source   k3-decode-spec 2.9 and 3; OCP Microscaling Formats 1.0
 """
 
@@ -21,11 +21,11 @@ from triton_ops._experts import ExpertConfig, launch_combine, launch_experts, pi
 from triton_ops._mxfp4 import as_words, contract_mxfp4
 
 
-def pick_moe_down_mxfp4_config(rows: int, top_k: int, outputs: int, inputs: int) -> ExpertConfig:
+def pick_moe_down_mxfp4_config(rows: int, top_k: int, outputs: int, inputs: int, element_bytes: int) -> ExpertConfig:
     # a shard has 384, 192 or 96 inputs: one warp takes them all, in steps that leave no lane idle for the first two
     return ExpertConfig(
         block_n=pick_block_n(rows, top_k, outputs, split=1),
-        block_c=128 if inputs % 128 == 0 else 64,
+        block_c=256 // element_bytes if inputs % 128 == 0 else 64,
         split=1,
         stages=3,
         block_p=pick_block_p(rows, top_k),
@@ -39,7 +39,7 @@ def moe_down_mxfp4(
     w2_packed: torch.Tensor,
     w2_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns y [R, Z] in the dtype of m. Raises ValueError as `checks.validate` does."""
+    """Returns y [R, Z] in the dtype of m. Raises as `checks.validate` does."""
     dims = validate(
         "moe_down_mxfp4",
         m=m,
@@ -48,7 +48,7 @@ def moe_down_mxfp4(
         w2_packed=w2_packed,
         w2_scale=w2_scale,
     )
-    config = pick_moe_down_mxfp4_config(dims["R"], dims["A"], dims["Z"], dims["I"])
+    config = pick_moe_down_mxfp4_config(dims["R"], dims["A"], dims["Z"], dims["I"], m.element_size())
     return _launch(config, m, topk_ids, topk_weights, w2_packed, w2_scale)
 
 

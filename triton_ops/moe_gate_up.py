@@ -7,7 +7,7 @@ Layout   x [R, Z] act, topk_ids [R, A] int32, any row stride         read
          gate_up [R, A, 2*I] act                                     written
 Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert
 Bytes    distinct experts * 2*I * Z*act + R*(Z*act + A*(4 + 2*I*act))
-Error    float32 sums (tensor core; products of bf16 are exact), one rounding to act
+Error    products of bf16 exact, float32 sums, one rounding to act
 Source   k3-decode-spec 2.9
 """
 
@@ -31,7 +31,7 @@ def pick_moe_gate_up_config(rows: int, top_k: int, outputs: int, inputs: int, el
 
 
 def moe_gate_up(x: torch.Tensor, topk_ids: torch.Tensor, w13: torch.Tensor) -> torch.Tensor:
-    """Returns gate_up [R, A, 2*I] in the dtype of x, gate outputs first. Raises ValueError as `checks.validate` does."""
+    """Returns gate_up [R, A, 2*I], gate outputs first, in the dtype of x. Raises as `checks.validate` does."""
     dims = validate("moe_gate_up", x=x, topk_ids=topk_ids, w13=w13)
     config = pick_moe_gate_up_config(dims["R"], dims["A"], 2 * dims["I"], dims["Z"], x.element_size())
     return _launch(config, x, topk_ids, w13)

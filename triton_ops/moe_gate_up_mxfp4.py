@@ -6,9 +6,9 @@
 Layout   x [R, Z] act, topk_ids [R, A] int32, any row stride                        read
          w13_packed [E, 2*I, Z/2] uint8, w13_scale [E, 2*I, Z/32] uint8             read, experts picked
          gate_up [R, A, 2*I] act                                                    written
-Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; weights are decoded in registers (`_mxfp4`)
+Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; `_mxfp4` decodes in registers
 Bytes    distinct experts * 2*I * Z * 17/32 + R*(Z*act + A*(4 + 2*I*act))
-Error    products exact, float32 sums (tensor core), one rounding to act; a weight from 2^128 on is infinite
+Error    products exact, float32 sums, one rounding to act
 Source   k3-decode-spec 2.9 and 3; OCP Microscaling Formats 1.0
 """
 
@@ -19,12 +19,12 @@ from triton_ops._experts import ExpertConfig, launch_experts, pick_block_n, pick
 from triton_ops._mxfp4 import as_words, contract_mxfp4
 
 
-def pick_moe_gate_up_mxfp4_config(rows: int, top_k: int, outputs: int, inputs: int) -> ExpertConfig:
-    # 128 inputs of a warp are 64 bytes of a row; four warps share a row where it is long enough for three steps
+def pick_moe_gate_up_mxfp4_config(rows: int, top_k: int, outputs: int, inputs: int, element_bytes: int) -> ExpertConfig:
+    # 64 bytes of a row are 128 inputs of a warp; four warps share a row where it is long enough for three steps
     split = 4 if inputs >= 1536 else 2
     return ExpertConfig(
         block_n=pick_block_n(rows, top_k, outputs, split),
-        block_c=128 if inputs >= 256 else 64,
+        block_c=256 // element_bytes,
         split=split,
         stages=3,
         block_p=pick_block_p(rows, top_k),
@@ -34,9 +34,9 @@ def pick_moe_gate_up_mxfp4_config(rows: int, top_k: int, outputs: int, inputs: i
 def moe_gate_up_mxfp4(
     x: torch.Tensor, topk_ids: torch.Tensor, w13_packed: torch.Tensor, w13_scale: torch.Tensor
 ) -> torch.Tensor:
-    """Returns gate_up [R, A, 2*I] in the dtype of x, gate outputs first. Raises ValueError as `checks.validate` does."""
+    """Returns gate_up [R, A, 2*I], gate outputs first, in the dtype of x. Raises as `checks.validate` does."""
     dims = validate("moe_gate_up_mxfp4", x=x, topk_ids=topk_ids, w13_packed=w13_packed, w13_scale=w13_scale)
-    config = pick_moe_gate_up_mxfp4_config(dims["R"], dims["A"], 2 * dims["I"], dims["Z"])
+    config = pick_moe_gate_up_mxfp4_config(dims["R"], dims["A"], 2 * dims["I"], dims["Z"], x.element_size())
     return _launch(config, x, topk_ids, w13_packed, w13_scale)
 
 

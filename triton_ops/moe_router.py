@@ -8,9 +8,9 @@ Layout   logits        [R, E] float32, any row stride     read
          bias          [E] float32, any stride            read
          topk_ids      [R, TOP_K] int32                   written; holds the kept groups for a moment
          topk_weights  [R, TOP_K] float32                 written
-Work     grid (R); one program ranks a row by counting. Score and inverted id form one int64 key, so all keys differ and the rank of
-         a key is the number of larger ones. Counting E^2 pairs is too much: the experts are cut into GROUPS strided groups; the
-         TOP_K groups with the largest maxima hold the answer, because each of them has one key above every key of the others
+Work     grid (R); one program ranks a row by counting. Score and inverted id form one int64 key, so all keys differ and
+         the rank of a key is the number of larger ones. Counting E^2 pairs is too much: the experts are cut into GROUPS
+         strided groups. The TOP_K groups of largest maxima hold all picks: other keys are behind TOP_K of these maxima
 Bytes    R*E*4 + E*4 + R*TOP_K*8
 Error    exp and two divisions, float32 sum of TOP_K scores
 Source   k3-decode-spec 2.9; ties and NaN as in vllm-project/vllm vllm/models/kimi_k3/amd/mono/README.md
@@ -108,7 +108,7 @@ def _moe_router_kernel(
 def moe_router(
     logits: torch.Tensor, bias: torch.Tensor, top_k: int, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns topk_ids [R, top_k] int32 and topk_weights [R, top_k] float32. Raises ValueError as `checks.validate` does."""
+    """Returns topk_ids [R, top_k] int32, topk_weights [R, top_k] float32. Raises as `checks.validate` does."""
     dims = validate("moe_router", logits=logits, bias=bias, top_k=top_k, scaling=scaling)
     if not 0 < top_k <= dims["E"]:
         raise ValueError(f"moe_router: top_k must be 1 ... E={dims['E']}, got {top_k}")

@@ -14,12 +14,11 @@ Source   k3-decode-spec 2.9: bfloat16 logits flip picks, the sum must stay in fl
 import torch
 
 from kimi_kernels.checks import validate
-from triton_ops.linear import launch_linear, pick_linear_config
+from triton_ops.linear import run_linear
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns logits [R, E] float32. Raises ValueError as `checks.validate` does."""
     dims = validate("router_logits", x=x, weight=weight)
     logits = torch.empty(dims["R"], dims["E"], dtype=torch.float32, device=x.device)
-    config = pick_linear_config(dims["R"], dims["E"], dims["D"], x.element_size())
-    return launch_linear(x, weight, logits, config)
+    return run_linear(x, weight, logits)
