@@ -1,13 +1,13 @@
-"""How far the logits of a correct backend may lie from the exact step: per-op bounds, carried through the whole model.
+"""How far the logits of a correct backend may lie from the exact step: per-op bounds, carried through the model.
 
 Worst-case bounds multiplied through dozens of layers say nothing, so the composition is sampled: the float64 step is
-run
-again with every output of every op (and every pool entry it writes) displaced to a random end of its own bound, and the
-largest resulting distance of the logits, times `SAFETY`, is the composed bound. A correct backend makes smaller
-errors than
-these runs do (roundings spread over the interval, they do not sit at its ends); routing decisions that are too close
-to call flip in
-the displaced runs as they may in a backend.
+run again with every output of every op (and every pool entry it writes) displaced to a random end of its own bound,
+and the largest resulting distance of the logits, times `SAFETY`, is the composed bound. A correct backend makes smaller
+errors than these runs do: roundings spread over the interval, they do not sit at its ends.
+
+Top-k is not continuous: two experts closer than a rounding may be picked either way, and the logits jump. So the exact
+run decides the routing, and `steered` makes every other run follow it, each with weights from its own logits. Whether a
+backend picks rightly by its own logits is the business of its `moe_router` test.
 """
 
 from dataclasses import dataclass
@@ -35,14 +35,44 @@ class ExactSteps:
 
     logits: Tensor  # [steps, VOCAB] float64
     bound: Tensor  # [steps] float64, on the largest distance over the vocabulary
+    routes: list[Tensor]  # topk_ids of every moe_router call, in order
 
 
 def exact_steps(config: KimiConfig, weights: ModelWeights, tokens: list[int], samples: int = SAMPLES) -> ExactSteps:
     """Feeds `tokens` to the float64 step and to `samples` displaced copies of it."""
-    exact = _feed(config, weights, tokens, displaced_ops(config.dtype, 0.0, 0))
-    runs = [_feed(config, weights, tokens, displaced_ops(config.dtype, 1.0, seed)) for seed in range(samples)]
+    recorder, routes = recorded(displaced_ops(config.dtype, 0.0, 0))
+    exact = _feed(config, weights, tokens, recorder)
+    runs = []
+    for seed in range(samples):
+        ops = steered(displaced_ops(config.dtype, 1.0, seed), routes)
+        runs.append(_feed(config, weights, tokens, ops))
     distance = torch.stack([(run - exact).abs().amax(-1) for run in runs]).amax(0)
-    return ExactSteps(exact, SAFETY * distance)
+    return ExactSteps(exact, SAFETY * distance, routes)
+
+
+def recorded(ops: SimpleNamespace) -> tuple[SimpleNamespace, list[Tensor]]:
+    """`ops` with a moe_router that notes its picks, and the list it notes them in."""
+    routes: list[Tensor] = []
+
+    def moe_router(*args):
+        topk_ids, topk_weights = ops.moe_router(*args)
+        routes.append(topk_ids)
+        return topk_ids, topk_weights
+
+    return SimpleNamespace(**{**vars(ops), "moe_router": moe_router}), routes
+
+
+def steered(ops: SimpleNamespace, routes: list[Tensor]) -> SimpleNamespace:
+    """`ops` with a moe_router that runs, then follows `routes` call by call, with the weights of its own logits."""
+    following = iter(routes)
+
+    def moe_router(logits: Tensor, bias: Tensor, top_k: int, scaling: float):
+        ops.moe_router(logits, bias, top_k, scaling)
+        topk_ids = next(following)
+        picked = torch.sigmoid(logits).gather(-1, topk_ids.long())
+        return topk_ids, picked / (picked.sum(-1, keepdim=True) + 1e-20) * scaling
+
+    return SimpleNamespace(**{**vars(ops), "moe_router": moe_router})
 
 
 def displaced_ops(act: torch.dtype, amplitude: float, seed: int) -> SimpleNamespace:

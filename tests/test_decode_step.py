@@ -11,7 +11,7 @@ from kimi_kernels.backends import make_ops
 from kimi_kernels.checkpoint import load_weights
 from kimi_kernels.collectives import process_group
 from kimi_kernels.compare import assert_same_bits
-from kimi_kernels.composed_bound import exact_steps
+from kimi_kernels.composed_bound import exact_steps, steered
 from kimi_kernels.config import K3, K3_MINI, KIMI_LINEAR_48B, KIMI_LINEAR_MINI, KimiConfig
 from kimi_kernels.decode_step import decode_step
 from kimi_kernels.decoder import Decoder
@@ -47,19 +47,21 @@ def test_logits_lie_within_the_composed_bound(model, backend, device):
     if device == "cuda":
         pytest.skip("the exact step is a CPU computation; covered by the CPU run")
     exact = exact_steps(config, weights, TOKENS)
-    got = feed(Decoder(config, weights, backend, device=device), TOKENS, device)
+    ops = steered(make_ops(backend, device), exact.routes)
+    got = feed(Decoder(config, weights, backend, device=device, ops=ops), TOKENS, device)
     distance = (got.double() - exact.logits).abs().amax(-1)
     assert bool((distance <= exact.bound).all()), f"{float((distance / exact.bound).max()):.3g} of the bound"
 
 
 def test_composed_bound_rejects_a_wrong_model(model, device):
-    """A softmax scale of 1/sqrt(latent row) and a skipped output norm weight leave the bound (it is not idle)."""
+    """A wrong eps of the norms leaves the bound: it is not idle."""
     config, weights = model
     if device == "cuda":
         pytest.skip("CPU computation")
     exact = exact_steps(config, weights, TOKENS)
-    wrong_gate = dataclasses.replace(config, rms_eps=0.3)
-    got = feed(Decoder(wrong_gate, weights, "reference"), TOKENS, device)
+    wrong = dataclasses.replace(config, rms_eps=0.3)
+    ops = steered(make_ops("reference"), exact.routes)
+    got = feed(Decoder(wrong, weights, "reference", ops=ops), TOKENS, device)
     assert bool(((got.double() - exact.logits).abs().amax(-1) > exact.bound).any())
 
 
@@ -161,12 +163,12 @@ def test_a_new_sequence_ignores_what_its_slot_holds(model, device):
     assert_same_bits(logits[0], logits[1], "first logits of a new sequence")
 
 
-def _rank(rank: int, world: int, directory, port: int, results) -> None:
+def _rank(rank: int, world: int, directory, port: int, routes, results) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     config = load_config(directory)
     weights = load_weights(directory, config, tp=world, rank=rank, progress=False)
-    ops = make_ops("reference", collectives=process_group())
+    ops = steered(make_ops("reference", collectives=process_group()), routes)
     decoder = Decoder(config.shard(world), weights, "reference", ops=ops)
     outputs = [decoder.step(torch.tensor([t])) for t in TOKENS]
     results[rank] = [(o.tokens.tolist(), o.logits) for o in outputs]
@@ -185,7 +187,7 @@ def test_ranks_together_equal_the_whole(family, checkpoints, device):
     with mp.Manager() as manager:
         results = manager.dict()
         port = 29500 + FAMILIES.index(family)
-        mp.spawn(_rank, (2, directory, port, results), nprocs=2)
+        mp.spawn(_rank, (2, directory, port, exact.routes, results), nprocs=2)
         ranks = [results[0], results[1]]
     logits = torch.cat([torch.stack([step[1][0] for step in rank]) for rank in ranks], dim=-1)
     assert [step[0] for step in ranks[0]] == [step[0] for step in ranks[1]]

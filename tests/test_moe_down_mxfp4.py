@@ -64,7 +64,7 @@ def test_no_rows_give_an_empty_result(device):
     assert y.shape == (0, packed.shape[1]) and y.dtype == m.dtype
 
 
-@pytest.mark.parametrize("experts", [16, 513, 1024])
+@pytest.mark.parametrize("experts", [513, 1024])
 def test_any_number_of_experts_up_to_the_last(device, experts):
     """Fault I22: no cap and no sentinel inside the ids; every expert but the picked ones has NaN scales."""
     m, _, weights, w2 = Case(rows=1, top_k=16, experts=16, latent=8, inner=32, picks="distinct").down(device)

@@ -113,7 +113,7 @@ def contract_act(
     return tl.sum(acc, axis=0)
 
 
-@triton.jit(do_not_specialize=["total"])
+@triton.jit(do_not_specialize=["total"], do_not_specialize_on_alignment=["topk_ids_ptr"])
 def _experts_kernel(
     x_ptr,
     topk_ids_ptr,
