@@ -10,7 +10,7 @@ demo: .venv/ready
 	rm -rf build/demo && mkdir -p build/demo
 	for family in k3 kimi-linear; do \
 	  $(RUN)kimi-kernels make-mini build/demo/$$family --family $$family && \
-	  $(RUN)kimi-kernels decode build/demo/$$family --tokens 1,2,3 --new 8 --backend triton && \
+	  $(RUN)kimi-kernels decode build/demo/$$family --tokens 1,2,3 --new 6 --backend triton && \
 	  $(RUN)kimi-kernels compare build/demo/$$family --left reference --right triton --steps 2 || exit 1; \
 	done
 

@@ -1,6 +1,8 @@
 """The independent oracle: transformers' own KimiLinearForCausalLM writes the checkpoint, chooses tokens and gives
 logits."""
 
+import functools
+
 import pytest
 import torch
 
@@ -92,38 +94,52 @@ def oracle(model) -> tuple[list[int], torch.Tensor]:
     return out.sequences[0, len(PROMPT) :].tolist(), torch.cat(out.logits).float()
 
 
-# seeds with which transformers' own roundings in bfloat16 decide no token
-CASES = (("small", "float32", 0), ("wide", "float32", 0), ("small", "bfloat16", 1), ("wide", "bfloat16", 1))
+# seeds with which transformers' own roundings in bfloat16 decide no token; 35 steps of `wide` take Triton's interpreter
+# minutes, so there it runs `small` only
+CASES = (("small", "float32", 0), ("small", "bfloat16", 1), ("wide", "float32", 0), ("wide", "bfloat16", 1))
+RUNS = [
+    (case, backend) for case in CASES for backend in ("reference", "triton") if (case[0], backend) != ("wide", "triton")
+]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
-def written(request, tmp_path_factory):
-    """A checkpoint that transformers wrote, loaded by us, with transformers' tokens and logits and the exact steps."""
-    size, dtype, seed = request.param
-    model = make_model(size, getattr(torch, dtype), seed)
-    directory = tmp_path_factory.mktemp("written")
-    model.save_pretrained(directory)
-    tokens, logits = oracle(model)
-    config = load_config(directory)
-    weights = load_weights(directory, config, progress=False)
-    return config, weights, tokens, logits, exact_steps(config, weights, PROMPT + tokens[:-1])
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """case -> a checkpoint that transformers wrote, loaded by us, transformers' tokens and logits, and the exact steps."""
+
+    @functools.cache
+    def write(case: tuple[str, str, int]):
+        size, dtype, seed = case
+        model = make_model(size, getattr(torch, dtype), seed)
+        directory = tmp_path_factory.mktemp("written")
+        model.save_pretrained(directory)
+        tokens, logits = oracle(model)
+        config = load_config(directory)
+        weights = load_weights(directory, config, progress=False)
+        return config, weights, tokens, logits, exact_steps(config, weights, PROMPT + tokens[:-1])
+
+    return write
 
 
-@pytest.mark.parametrize("backend", ("reference", "triton"))
-def test_same_greedy_tokens_and_logits_within_the_composed_bound(written, backend):
-    config, weights, tokens, logits, exact = written
-    free = Decoder(config, weights, backend, context=128).generate([PROMPT], NEW)
-    assert free.tokens[0] == tokens
-    decoder = Decoder(config, weights, backend, ops=steered(make_ops(backend), exact.routes))
-    ours = torch.stack([decoder.step(torch.tensor([t])).logits[0].double() for t in PROMPT + tokens[:-1]])
-    distance = (ours - exact.logits).abs().amax(-1)
-    assert bool((distance <= exact.bound).all()), f"{float((distance / exact.bound).max()):.3g} of the composed bound"
+@pytest.mark.parametrize(
+    "case, backend", RUNS, ids=lambda value: value if isinstance(value, str) else value[0] + "-" + value[1]
+)
+def test_same_greedy_tokens_and_logits_within_the_composed_bound(written, case, backend):
+    config, weights, tokens, _, exact = written(case)
+    ops = make_ops(backend)
+    if config.dtype == torch.bfloat16:
+        ops = steered(ops, exact.routes)  # in float32 no routing decision is close
+    got = Decoder(config, weights, backend, context=128, ops=ops).generate([PROMPT], NEW)
+    assert got.tokens[0] == tokens
+    start = len(PROMPT) - 1
+    distance = (got.logits[:, 0].double() - exact.logits[start:]).abs().amax(-1)
+    assert bool((distance <= exact.bound[start:]).all()), (
+        f"{float((distance / exact.bound[start:]).max()):.3g} of the bound"
+    )
 
 
-def test_transformers_lies_within_the_composed_bound_too(written):
-    """In float32, where no routing decision is close: the bound covers an implementation that is not ours."""
-    config, _, _, logits, exact = written
-    if config.dtype != torch.float32:
-        pytest.skip("transformers rounds more often in bfloat16, and routes by itself")
+@pytest.mark.parametrize("case", [case for case in CASES if case[1] == "float32"], ids=lambda case: case[0])
+def test_transformers_lies_within_the_composed_bound_too(written, case):
+    """The bound covers an implementation that is not ours (in bfloat16 transformers rounds more often than we count)."""
+    _, _, _, logits, exact = written(case)
     distance = (logits.double() - exact.logits[len(PROMPT) - 1 :]).abs().amax(-1)
     assert bool((distance <= exact.bound[len(PROMPT) - 1 :]).all())

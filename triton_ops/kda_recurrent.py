@@ -36,6 +36,8 @@ class KdaRecurrentConfig:
 
 
 def pick_kda_recurrent_config(batch: int, heads: int, value_dim: int) -> KdaRecurrentConfig:
+    if triton.knobs.runtime.interpret:
+        return KdaRecurrentConfig(triton.next_power_of_2(value_dim), 1)  # few programs: each has a fixed cost there
     # a warp holds its block in registers; small blocks until each of 132 SMs has 12 warps, then more bytes a warp
     value_rows = batch * heads * value_dim
     if value_rows <= 132 * 12 * 4:

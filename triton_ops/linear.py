@@ -56,7 +56,7 @@ ROWS = (
     (2**31, 2**31, RowsConfig(64, 128, 4, 6)),
 )
 # the interpreter runs one program after another at a fixed cost: few, large ones
-INTERPRETER_ONE_ROW = OneRowConfig(512, 256, 1, 1)
+INTERPRETER_ONE_ROW = OneRowConfig(128, 64, 1, 1)
 INTERPRETER_ROWS = RowsConfig(512, 256, 1, 1)
 
 
