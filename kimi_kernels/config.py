@@ -33,7 +33,6 @@ class KimiConfig:
     kda_heads: int
     kda_head_dim: int  # K = V
     conv_taps: int  # W
-    decay_rank: int  # width of f_a (and of g_a)
     full_rank_out_gate: bool
     gate_lower_bound: float | None
     mla_heads: int
@@ -65,6 +64,11 @@ class KimiConfig:
     @property
     def kda_layers(self) -> tuple[int, ...]:
         return tuple(l for l in range(self.num_layers) if l not in self.mla_layers)
+
+    @property
+    def decay_rank(self) -> int:
+        """Width of f_a and g_a: the head dim, in every release."""
+        return self.kda_head_dim
 
     @property
     def expert_in(self) -> int:
@@ -103,7 +107,6 @@ K3 = KimiConfig(
     kda_heads=96,
     kda_head_dim=128,
     conv_taps=4,
-    decay_rank=128,
     full_rank_out_gate=True,
     gate_lower_bound=-5.0,
     mla_heads=96,
@@ -141,7 +144,6 @@ KIMI_LINEAR_48B = KimiConfig(
     kda_heads=32,
     kda_head_dim=128,
     conv_taps=4,
-    decay_rank=128,
     full_rank_out_gate=False,
     gate_lower_bound=None,
     mla_heads=32,
@@ -179,13 +181,12 @@ K3_MINI = dataclasses.replace(
     mla_layers=(3, 5),
     kda_heads=4,
     kda_head_dim=32,
-    decay_rank=32,
     mla_heads=2,
-    q_lora_rank=48,
-    kv_lora_rank=64,
+    q_lora_rank=80,
+    kv_lora_rank=48,
     qk_nope_dim=32,
     qk_rope_dim=16,
-    v_dim=32,
+    v_dim=48,
     dense_size=224,
     num_experts=24,
     top_k=4,
@@ -205,9 +206,8 @@ KIMI_LINEAR_MINI = dataclasses.replace(
     mla_layers=(2, 4),
     kda_heads=2,
     kda_head_dim=32,
-    decay_rank=32,
     mla_heads=4,
-    kv_lora_rank=64,
+    kv_lora_rank=80,
     qk_nope_dim=32,
     qk_rope_dim=16,
     v_dim=16,

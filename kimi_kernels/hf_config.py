@@ -136,7 +136,6 @@ def _kda(linear: Fields, required_in_k3: object) -> dict[str, Any]:
         "kda_heads": linear.integer("num_heads"),
         "kda_head_dim": head_dim,
         "conv_taps": linear.integer("short_conv_kernel_size", minimum=2),
-        "decay_rank": head_dim,
         "full_rank_out_gate": linear.flag("use_full_rank_gate", default=required_in_k3) or False,
         "gate_lower_bound": linear.number("gate_lower_bound", below=0.0, nullable=True, default=required_in_k3),
     }

@@ -151,7 +151,7 @@ TRANSFORMERS_FORM = {
     "hidden_act": "silu",
     "hidden_size": 144,
     "intermediate_size": 208,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 80,
     "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"],
     "linear_conv_kernel_dim": 4,
     "linear_head_dim": 32,

@@ -16,13 +16,14 @@ MAX_SHARED = 227 * 1024
 def test_real_shapes_compile_without_spills(config, tp, rows):
     """Runs the step on CPU tensors of one rank with launches turned into compilations (in a process without the
     interpreter)."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    root = Path(__file__).parent.parent
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(root)}
     done = subprocess.run(
         [sys.executable, __file__, config, str(tp), str(rows)],
         env=env,
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parent.parent,
+        cwd=root,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

@@ -37,6 +37,13 @@ def model(request, checkpoints, device):
     return config, load_weights(checkpoints[request.param], config, device=device, progress=False)
 
 
+@pytest.fixture(scope="module")
+def short(model):
+    """The first four layers: dense and MoE, KDA and MLA, the start of two residual blocks."""
+    config, weights = model
+    return config, dataclasses.replace(weights, layers=weights.layers[:4])
+
+
 def feed(decoder: Decoder, tokens: list[int], device: str) -> torch.Tensor:
     return torch.stack([decoder.step(torch.tensor([t], device=device)).logits[0].clone() for t in tokens])
 
@@ -76,7 +83,7 @@ def batch_of(slots: list[int], seq_lens: list[int], device: str, new: bool = Fal
 
 
 def random_state(config: KimiConfig, slots: int, pages: int, page_size: int, device: str, seed: int = 0) -> State:
-    state = State.zeros(config, slots, pages, page_size, device)
+    state = State.zeros(config, slots, pages, page_size, device, range(4))
     generator = torch.Generator().manual_seed(seed)
     for layer in state.layers:
         for pool in vars(layer).values():
@@ -88,9 +95,9 @@ def pools(state: State) -> list[torch.Tensor]:
     return [pool for layer in state.layers for pool in vars(layer).values()]
 
 
-def test_a_row_does_not_depend_on_its_neighbours(model, device):
+def test_a_row_does_not_depend_on_its_neighbours(short, device):
     """Changing the token, state and length of other rows leaves a row's logits and state bit for bit."""
-    config, weights = model
+    config, weights = short
     ops = make_ops("triton", device)
     outputs, states = [], []
     for tokens, lengths, noise in (([7, 20, 31], [5, 6, 3], 0.0), ([7, 99, 4], [5, 2, 8], 0.5)):
@@ -107,16 +114,16 @@ def test_a_row_does_not_depend_on_its_neighbours(model, device):
         assert_same_bits(a, b, "state of sequence 0")
 
 
-def test_two_runs_are_bitwise_equal(model, device):
-    config, weights = model
+def test_two_runs_are_bitwise_equal(short, device):
+    config, weights = short
     runs = [feed(Decoder(config, weights, "triton", device=device), TOKENS[:3], device) for _ in range(2)]
     assert_same_bits(runs[0], runs[1], "logits of two runs")
 
 
 @pytest.mark.parametrize("backend", ("reference", "triton"))
-def test_two_tokens_at_once_equal_two_steps(model, backend, device):
+def test_two_tokens_at_once_equal_two_steps(short, backend, device):
     """A verify step of T = 2 gives what two single steps give; rows are b*T + t."""
-    config, weights = model
+    config, weights = short
     ops = make_ops(backend, device)
     tokens = torch.tensor([[7, 20], [31, 2]], device=device)
     single, double = (random_state(config, 2, 4, 8, device) for _ in range(2))
@@ -131,9 +138,9 @@ def test_two_tokens_at_once_equal_two_steps(model, backend, device):
     assert float((both.float().unflatten(0, (2, 2)) - torch.stack(rows, 1).float()).abs().max()) <= 2**-6 * scale
 
 
-def test_padded_rows_change_nothing_and_live_rows_do_not_notice(model, device):
+def test_padded_rows_change_nothing_and_live_rows_do_not_notice(short, device):
     """Graph padding: slots below the first valid one leave every pool alone (NaN in unused places reaches nothing)."""
-    config, weights = model
+    config, weights = short
     ops = make_ops("triton", device)
     alone, padded = (random_state(config, 2, 4, 8, device) for _ in range(2))
     for pool in pools(alone) + pools(padded):
@@ -148,10 +155,10 @@ def test_padded_rows_change_nothing_and_live_rows_do_not_notice(model, device):
     assert distance <= 2**-6 * float(want.float().abs().max())
 
 
-def test_a_new_sequence_ignores_what_its_slot_holds(model, device):
-    config, weights = model
+def test_a_new_sequence_ignores_what_its_slot_holds(short, device):
+    config, weights = short
     ops = make_ops("triton", device)
-    clean, dirty = State.zeros(config, 1, 2, 8, device), State.zeros(config, 1, 2, 8, device)
+    clean, dirty = (State.zeros(config, 1, 2, 8, device, range(4)) for _ in range(2))
     for pool in pools(dirty):
         pool.fill_(float("nan"))
     logits = [

@@ -96,7 +96,7 @@ def oracle(model) -> tuple[list[int], torch.Tensor]:
 
 # seeds with which transformers' own roundings in bfloat16 decide no token; 35 steps of `wide` take Triton's interpreter
 # minutes, so there it runs `small` only
-CASES = (("small", "float32", 0), ("small", "bfloat16", 1), ("wide", "float32", 0), ("wide", "bfloat16", 1))
+CASES = (("small", "float32", 0), ("small", "bfloat16", 2), ("wide", "float32", 0), ("wide", "bfloat16", 1))
 RUNS = [
     (case, backend) for case in CASES for backend in ("reference", "triton") if (case[0], backend) != ("wide", "triton")
 ]
@@ -104,7 +104,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """case -> a checkpoint that transformers wrote, loaded by us, transformers' tokens and logits, and the exact steps."""
+    """case -> a checkpoint that transformers wrote, loaded by us, its tokens and logits, and the exact steps."""
 
     @functools.cache
     def write(case: tuple[str, str, int]):
@@ -139,7 +139,7 @@ def test_same_greedy_tokens_and_logits_within_the_composed_bound(written, case, 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == "float32"], ids=lambda case: case[0])
 def test_transformers_lies_within_the_composed_bound_too(written, case):
-    """The bound covers an implementation that is not ours (in bfloat16 transformers rounds more often than we count)."""
+    """The bound covers an implementation that is not ours; in bfloat16 transformers rounds more often than we count."""
     _, _, _, logits, exact = written(case)
     distance = (logits.double() - exact.logits[len(PROMPT) - 1 :]).abs().amax(-1)
     assert bool((distance <= exact.bound[len(PROMPT) - 1 :]).all())

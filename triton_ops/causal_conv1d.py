@@ -76,7 +76,7 @@ def _causal_conv1d_kernel(
         history += (tl.load(window_ptrs + i * stride_window_w, mask=old, other=0.0),)
     for t in range(T):
         row = pid_b * T + t
-        x = tl.load(x_ptr + row * stride_x_r + offs_c, mask=mask_c & live, other=0.0)
+        x = tl.load(x_ptr + row * stride_x_r + offs_c, mask=mask_c, other=0.0)
         y = taps[W - 1] * x.to(tl.float32)
         for i in tl.static_range(W - 1):
             y += taps[i] * history[i].to(tl.float32)

@@ -35,18 +35,11 @@ class KdaRecurrentConfig:
     num_warps: int
 
 
-def pick_kda_recurrent_config(batch: int, heads: int, value_dim: int) -> KdaRecurrentConfig:
+def pick_kda_recurrent_config(value_dim: int) -> KdaRecurrentConfig:
     if triton.knobs.runtime.interpret:
         return KdaRecurrentConfig(triton.next_power_of_2(value_dim), 1)  # few programs: each has a fixed cost there
-    # a warp holds its block in registers; small blocks until each of 132 SMs has 12 warps, then more bytes a warp
-    value_rows = batch * heads * value_dim
-    if value_rows <= 132 * 12 * 4:
-        block_v = 4
-    elif value_rows <= 132 * 12 * 8:
-        block_v = 8
-    else:
-        block_v = 16
-    return KdaRecurrentConfig(min(block_v, triton.next_power_of_2(value_dim)), 1)
+    # 4 value rows a warp: at 32 sequences 15.8 us against 16.2 with 8 and 17.0 with 16 (MEASURED.md, kda_recurrent)
+    return KdaRecurrentConfig(min(4, triton.next_power_of_2(value_dim)), 1)
 
 
 @triton.jit(
@@ -144,7 +137,7 @@ def kda_recurrent(
         is_new=is_new,
         first_valid_slot=first_valid_slot,
     )
-    config = pick_kda_recurrent_config(dims["B"], dims["H"], dims["V"])
+    config = pick_kda_recurrent_config(dims["V"])
     return _launch(config, q, k, v, log_decay, beta, state, slots, is_new, first_valid_slot)
 
 

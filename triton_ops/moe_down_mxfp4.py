@@ -22,10 +22,11 @@ from triton_ops._mxfp4 import as_words, contract_mxfp4
 
 
 def pick_moe_down_mxfp4_config(rows: int, top_k: int, outputs: int, inputs: int, element_bytes: int) -> ExpertConfig:
-    # a shard has 384, 192 or 96 inputs: one warp takes them all, in steps that leave no lane idle for the first two
+    # a shard has 384, 192 or 96 inputs: one warp takes them all. Steps of 64 inputs are wrong on the device: Triton 3.6
+    # loses scale bytes when it moves a tile of two a row between layouts (MEASURED.md, experts)
     return ExpertConfig(
         block_n=pick_block_n(rows, top_k, outputs, split=1),
-        block_c=256 // element_bytes if inputs % 128 == 0 else 64,
+        block_c=128,
         split=1,
         stages=3,
         block_p=pick_block_p(rows, top_k),
