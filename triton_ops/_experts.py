@@ -26,21 +26,21 @@ class ExpertConfig:
     split: int  # warps, each with its own slice of the inputs
     stages: int  # steps in flight
     block_p: int  # ids read at once
-    block_r: int = 8  # picks of a program: the narrowest tensor-core tile
+    block_r: int = 4  # picks of a program; 8 fill the tensor-core tile and cost a fifth of the time (MEASURED.md)
 
 
-def pick_block_n(rows: int, top_k: int, outputs: int, split: int) -> int:
-    """64 outputs where every SM still gets eight warps, whose loads cover the decoding of others; else fewer."""
+def pick_block_n(rows: int, top_k: int, outputs: int, split: int, warps_per_sm: int = 8) -> int:
+    """64 outputs where every SM still gets its warps, whose loads cover the decoding of others; else fewer."""
     if triton.knobs.runtime.interpret:
         return min(256, triton.next_power_of_2(outputs))  # it runs one program after another at a fixed cost
     picks = row_bucket(rows) * top_k
-    enough = (n for n in (64, 32) if picks * triton.cdiv(outputs, n) * split >= 8 * SMS)
+    enough = (n for n in (64, 32) if picks * triton.cdiv(outputs, n) * split >= warps_per_sm * SMS)
     return next(enough, 16)
 
 
 def pick_block_p(rows: int, top_k: int) -> int:
-    """One warp's width where it holds all ids, else enough for 16 rows of K3 in one step."""
-    return 32 if row_bucket(rows) * top_k <= 32 else 256
+    """One warp's width where it holds all ids, else enough for 8 rows of K3 in one step."""
+    return 32 if row_bucket(rows) * top_k <= 32 else 128
 
 
 def row_bucket(rows: int) -> int:

@@ -33,8 +33,8 @@ class CausalConv1dConfig:
 
 def pick_causal_conv1d_config(batch: int, channels: int) -> CausalConv1dConfig:
     # one channel a lane: its W taps are neighbours, so a warp reads each line of the weights W times and no more
-    # 64 channels a block while that leaves SMs idle, then 128 to start fewer blocks
-    return CausalConv1dConfig(64, 2) if batch * channels <= 132 * 512 else CausalConv1dConfig(128, 4)
+    # blocks of 32 channels while there are fewer than two for each of 132 SMs, then 128 to start fewer (MEASURED.md)
+    return CausalConv1dConfig(32, 2) if batch * channels <= 132 * 64 else CausalConv1dConfig(128, 4)
 
 
 @triton.jit(

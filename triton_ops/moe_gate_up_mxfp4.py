@@ -20,10 +20,10 @@ from triton_ops._mxfp4 import as_words, contract_mxfp4
 
 
 def pick_moe_gate_up_mxfp4_config(rows: int, top_k: int, outputs: int, inputs: int, element_bytes: int) -> ExpertConfig:
-    # 64 bytes of a row are 128 inputs of a warp; four warps share a row where it is long enough for three steps
-    split = 4 if inputs >= 1536 else 2
+    # 64 bytes of a row are 128 inputs of a warp; two share a row: four lose a fifth from 8 rows up
+    split = 2
     return ExpertConfig(
-        block_n=pick_block_n(rows, top_k, outputs, split),
+        block_n=pick_block_n(rows, top_k, outputs, split, warps_per_sm=4),
         block_c=256 // element_bytes,
         split=split,
         stages=3,
