@@ -30,15 +30,17 @@ def validate(op: str, **args) -> dict[str, int]:
             device = device or tensor.device
             if tensor.device != device:
                 raise ValueError(f"{op}: {name} must be on {device} like the other arguments, got {tensor.device}")
-    if "B" in dims and "R" in dims and (dims["B"] == 0 or dims["R"] % dims["B"]):
-        if not dims["R"] == dims["B"] == 0:
-            raise ValueError(f"{op}: rows R={dims['R']} must be a multiple of sequences B={dims['B']}")
+    if empty := [name for name, size in dims.items() if size == 0 and name not in ("R", "B") and name not in args]:
+        raise ValueError(f"{op}: only rows may be empty, got {', '.join(f'{name}=0' for name in empty)}")
+    rows, sequences = dims.get("R"), dims.get("B")
+    if rows and sequences is not None and (sequences == 0 or rows % sequences) or (rows == 0 and sequences):
+        raise ValueError(f"{op}: rows R={rows} must be a positive multiple of sequences B={sequences}")
     return dims
 
 
 def resolve(expression: str, dims: dict[str, int]) -> int:
     """Value of a dim expression such as `2*I` or `L+QD-NOPE` with the bound dims."""
-    return int(eval(expression.replace("/", "//"), {"__builtins__": {}}, dims))
+    return int(eval(expression.replace("/", "//"), {"__builtins__": {}}, dims))  # expressions of op_specs only
 
 
 def _check_scalar(op: str, name: str, want: type, value) -> None:
@@ -69,6 +71,9 @@ def _check_tensor(op: str, name: str, want: str, value, dims: dict[str, int], ac
 
 def _bind(dim: str, size: int, dims: dict[str, int]) -> bool:
     """Binds an unbound dim to `size`, or compares a bound one."""
+    whole, _, parts = dim.partition("/")
+    if parts:
+        return dims[whole] == size * int(parts)
     factor, _, symbol = dim.rpartition("*")
     if symbol.isidentifier() and symbol not in dims:
         dims[symbol], rest = divmod(size, int(factor or 1))
