@@ -1,5 +1,6 @@
 # Everything runs in .venv, which the first target builds. PYTHON picks the interpreter (3.11 or newer).
 PYTHON ?= python3
+TORCH ?= torch==2.13.0
 RUN := .venv/bin/
 OP ?=
 
@@ -17,7 +18,7 @@ demo: .venv/ready
 test: .venv/ready-dev
 	$(RUN)ruff check . && $(RUN)ruff format --check .
 	$(RUN)mypy
-	$(RUN)python -m pytest -n 2
+	$(RUN)python -m pytest -n 2 --dist worksteal
 
 # on a machine with a GPU: its own torch and triton, no venv
 test-gpu:
@@ -38,11 +39,13 @@ sanitize:
 size:
 	@git ls-files '*.py' | xargs wc -l | sort -n
 
-# torch first and pinned: an unpinned torch pulls gigabytes of CUDA libraries
+# TORCH picks the wheel: a CPU build is enough here (where pip offers one, TORCH=torch==2.13.0+cpu); a CUDA build of PyPI
+# works too and is gigabytes. triton last and without its dependents' wishes: the interpreter is tested with 3.6.0
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(RUN)pip install -q torch==2.13.0 triton==3.6.0
+	$(RUN)pip install -q $(TORCH)
 	$(RUN)pip install -q -e .
+	$(RUN)pip install -q --no-deps triton==3.6.0
 	touch $@
 
 .venv/ready-dev: .venv/ready

@@ -58,9 +58,12 @@ def _triton_functions(device: torch.device) -> dict[str, Callable]:
     if device.type == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is first imported
     try:
+        knobs = importlib.import_module("triton").knobs
         triton_ops = importlib.import_module("triton_ops")
     except ImportError as error:
         raise BackendError(f"backend triton needs the package triton: {error}") from error
-    if device.type == "cpu" and os.environ["TRITON_INTERPRET"] != "1":
-        raise BackendError("backend triton on a CPU needs TRITON_INTERPRET=1 before triton is imported")
+    if device.type == "cpu" and not knobs.runtime.interpret:
+        raise BackendError("backend triton on a CPU needs TRITON_INTERPRET=1 before triton is first imported")
+    if device.type == "cuda" and knobs.runtime.interpret:
+        raise BackendError("backend triton on a GPU needs a process without TRITON_INTERPRET=1")
     return {name: getattr(triton_ops, name) for name in OPS}

@@ -14,8 +14,15 @@ def check_batch(batch: Batch, state: State, rows: int) -> None:
     Reads the batch on the host, so it synchronises. `rows` is R = B * T of the step.
     """
     size = batch.slots.shape[0]
-    if size == 0 or rows % size:
+    lengths = [len(batch.slots), len(batch.is_new), len(batch.seq_lens), len(batch.page_table)]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"batch: slots, is_new, seq_lens and page_table must have one length, got {lengths}")
+    if rows == size == 0:
+        return
+    if size == 0 or rows == 0 or rows % size:
         raise ValueError(f"batch: rows R={rows} must be a positive multiple of sequences B={size}")
+    if batch.first_valid_slot < 0:
+        raise ValueError(f"batch: first_valid_slot must be at least 0, got {batch.first_valid_slot}")
     slots = batch.slots.tolist()
     live = [b for b, slot in enumerate(slots) if slot >= batch.first_valid_slot]
     for layer in state.layers:
@@ -38,9 +45,10 @@ def _check_pages(batch: Batch, layer: MlaState, live: list[int], steps: int) -> 
     capacity = batch.page_table.shape[1] * page_size
     seq_lens = batch.seq_lens.tolist()
     for b, seq_len in enumerate(seq_lens):
-        low = steps if b in live else 0
-        if not low <= seq_len <= capacity:
-            raise ValueError(f"batch: seq_lens[{b}] must be in [{low}, {capacity}] (the pages of a row), got {seq_len}")
+        low, high = (steps, capacity) if b in live else (0, 0)
+        if not low <= seq_len <= high:
+            kind = "the pages of a row" if b in live else "a padded sequence"
+            raise ValueError(f"batch: seq_lens[{b}] must be in [{low}, {high}] ({kind}), got {seq_len}")
     written: dict[int, int] = {}
     for b in live:
         table = batch.page_table[b, : -(-seq_lens[b] // page_size)].to(torch.int64).tolist()

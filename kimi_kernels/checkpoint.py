@@ -7,7 +7,7 @@ place, experts included:
     cols    input columns of this rank: o_proj, down_proj, expert w2 (whole MXFP4 groups, since the width is a multiple)
     whole   replicated: norms, router, latent projections, f_a, g_a, q_a, kv_a, embedding
 
-Source   k3-decode-spec sections 4 and 5
+Source   DESIGN.md section 5
 """
 
 import math

@@ -103,7 +103,7 @@ class CheckpointFiles:
             weight_map = json.loads(index.read_text())["weight_map"]
             if all(isinstance(file, str) for file in weight_map.values()):
                 return weight_map
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
         raise CheckpointError(f"{index}: expected JSON with a weight_map of tensor names to file names")
 

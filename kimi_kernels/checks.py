@@ -1,6 +1,8 @@
 """Validates the arguments of an op against `op_specs.OPS`: one form of error for all ops, raised before anything
 runs."""
 
+import re
+
 import torch
 
 from kimi_kernels.op_specs import DTYPE_CLASSES, OPS
@@ -32,6 +34,16 @@ def validate(op: str, **args) -> dict[str, int]:
                 raise ValueError(f"{op}: {name} must be on {device} like the other arguments, got {tensor.device}")
     if empty := [name for name, size in dims.items() if size == 0 and name not in ("R", "B") and name not in args]:
         raise ValueError(f"{op}: only rows may be empty, got {', '.join(f'{name}=0' for name in empty)}")
+    for relation in spec.relations:
+        if not eval(relation, {"__builtins__": {}}, dims):
+            sizes = ", ".join(f"{name}={dims[name]}" for name in re.findall(r"[A-Za-z]\w*", relation))
+            raise ValueError(f"{op}: {relation} must hold, got {sizes}")
+    for name in spec.inplace:
+        pool = args[name]
+        if any(size > 1 and stride == 0 for size, stride in zip(pool.shape, pool.stride(), strict=True)):
+            raise ValueError(
+                f"{op}: {name} is changed in place and must not repeat memory, got strides {pool.stride()}"
+            )
     rows, sequences = dims.get("R"), dims.get("B")
     if rows and sequences is not None and (sequences == 0 or rows % sequences) or (rows == 0 and sequences):
         raise ValueError(f"{op}: rows R={rows} must be a positive multiple of sequences B={sequences}")

@@ -57,6 +57,17 @@ COMMANDS = {
 }
 
 
+ALLOCATION = re.compile("allocate memory|out of memory|Storage size calculation overflowed")  # torch's RuntimeErrors
+
+
+class PipeConsole(Console):
+    """Lets main see that the reader of stdout went away; rich would exit with 1."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise BrokenPipeError
+
+
 class Parser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit."""
 
@@ -75,6 +86,11 @@ def main(argv: list[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit of Python flushes once more
             return 141
         _error(str(error))
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not ALLOCATION.search(str(error)):
+            raise
+        _error(f"out of memory: {str(error).strip().splitlines()[0]}" if str(error).strip() else "out of memory")
         return 2
     except KeyboardInterrupt:
         return 130
@@ -97,7 +113,7 @@ def _run(argv: list[str]) -> int:
     if args.json:
         sys.stdout.write(json.dumps(_plain(result), allow_nan=False) + "\n")
     else:
-        module.show(result, Console(markup=False, highlight=False))
+        module.show(result, PipeConsole(markup=False, highlight=False))
     if result.get("passed", True):
         return 0
     _error(result["failure"])

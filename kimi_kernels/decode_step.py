@@ -3,7 +3,7 @@
 `ops` is any namespace with the functions of `op_specs.OPS` and the two collectives `all_reduce` and `all_reduce_max`.
 Every op returns new tensors; only `causal_conv1d`, `kda_recurrent` and `mla_kv_append` change the pools of `state`.
 
-Source   k3-decode-spec sections 0 and 2 (HF modeling_kimi_linear.py of moonshotai/Kimi-K3, five engines agree).
+Source   DESIGN.md section 5 (HF modeling_kimi_linear.py of moonshotai/Kimi-K3, five engines agree).
 """
 
 from collections.abc import Callable

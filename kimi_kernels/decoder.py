@@ -2,11 +2,10 @@
 is a GPU.
 
     decoder = Decoder(config, weights, "triton", batch=1, context=256, device="cuda")
-    tokens, seconds = decoder.generate([[1, 2, 3]], new=16)
+    tokens = decoder.generate([[1, 2, 3]], new=16).tokens
 
 A prompt is fed through decode steps, one token a step. On a GPU the Triton step is captured once, before the first
-token, and
-replayed for every token: a replay allocates, compiles and synchronises nothing.
+token, and replayed for every token: a replay allocates, compiles and synchronises nothing.
 """
 
 import time
@@ -64,9 +63,19 @@ class Decoder:
         self.use_graph = torch.device(device).type == "cuda" and backend != "reference"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: StepOutput | None = None
+        self._length = 0  # tokens that each sequence holds
 
     def step(self, tokens: torch.Tensor) -> StepOutput:
-        """Appends `tokens` [B] to their sequences and returns the next tokens and logits; valid until the next step."""
+        """Appends `tokens` [B] to their sequences and returns the next tokens and logits; valid until the next step.
+
+        Raises ValueError for a wrong shape or dtype, and where the sequences would outgrow `context`.
+        """
+        if tokens.shape != self.tokens.shape or tokens.dtype not in (torch.int32, torch.int64):
+            got = f"{list(tokens.shape)} {tokens.dtype}"
+            raise ValueError(f"step: tokens must be [{len(self.tokens)}] int32 or int64, got {got}")
+        if self._length >= self.context:
+            raise ValueError(f"step: the sequences already hold {self._length} tokens, context is {self.context}")
+        self._length += 1
         if self.use_graph and self._graph is None:
             self._capture()
         self.tokens.copy_(tokens)
@@ -84,6 +93,7 @@ class Decoder:
         self._check_prompts(prompts, new)
         self.batch.is_new.fill_(True)
         self.batch.seq_lens.fill_(0)
+        self._length = 0
         device = self.tokens.device
         feed = torch.tensor(prompts, device=device).T  # [prompt length, B]
         if self.use_graph and self._graph is None:
@@ -99,6 +109,8 @@ class Decoder:
             if i == len(feed) - 1:
                 start = _now(device)
         seconds = (_now(device) - start) / max(1, new - 1)
+        if not all(bool(torch.isfinite(step).all()) for step in logits):
+            raise ValueError("generate: the logits are not finite: weights or state hold NaN or infinities")
         tokens = torch.stack(chosen, dim=1).tolist() if chosen else [[] for _ in prompts]
         return Generated(tokens, torch.stack(logits), seconds if new > 1 else float("nan"))
 

@@ -20,6 +20,8 @@ from kimi_kernels.hf_fields import ABSENT, Fields
 from kimi_kernels.hf_released import released_form
 
 LORA_EPS = 1e-6
+MAX_LAYERS = MAX_EXPERTS = 10_000  # more is a typing error, and would only take for ever
+MODEL_TYPES = ("kimi_k3", "kimi_linear")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 KDA_HEAD_DIMS = (16, 32, 64, 128, 256)  # a program holds whole rows of the state, padded to a power of two
 MLA_DIM_MULTIPLE = 16  # the smallest contraction of a tensor-core product
@@ -41,6 +43,8 @@ def load_config(source: Path | str | dict[str, Any]) -> KimiConfig:
         raise ConfigError(f"{where}: text_config: expected an object, got {text!r}")
     f = Fields(text, outer)
     family = _family(f, outer)
+    if any(given not in (None, *MODEL_TYPES) for given in (data.get("model_type"), text.get("model_type"))):
+        _raise_on(where, f.problems[:1])  # of a foreign model nothing else would fit either
     native = "mlp_layer_types" in f.data  # transformers' own form: what it leaves out is fixed in its model code
     linear = f.section("linear_attn_config", required=not native)
     required_in_k3 = ABSENT if family == "k3" else None
@@ -48,9 +52,7 @@ def load_config(source: Path | str | dict[str, Any]) -> KimiConfig:
     values |= _layers(f, linear, values["num_layers"]) | _kda(linear, required_in_k3)
     values |= _mla(f, native, required_in_k3) | _moe(f, native, required_in_k3)
     _check_fixed(f)
-    if f.problems:
-        count = f"{len(f.problems)} problem{'s' if len(f.problems) > 1 else ''}"
-        raise ConfigError(f"{where}: {count}\n  " + "\n  ".join(f.problems))
+    _raise_on(where, f.problems)
     return KimiConfig(family=family, lora_eps=LORA_EPS, **values)
 
 
@@ -75,15 +77,26 @@ def _read(source: Path | str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: its JSON is nested too deeply") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a JSON object, got {type(data).__name__}")
     return str(path), data
 
 
+def _raise_on(where: str, problems: list[str]) -> None:
+    if problems:
+        count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        raise ConfigError(f"{where}: {count}\n  " + "\n  ".join(problems))
+
+
 def _family(f: Fields, outer: dict[str, Any]) -> str:
     if outer and outer.get("model_type") != "kimi_k3":
         f.problem("model_type", "kimi_k3 around a text_config", outer.get("model_type"), prefix="")
-    f.fixed("model_type", "kimi_linear")
+    given = f.raw("model_type")
+    if given != "kimi_linear":
+        bare = not outer and given not in (ABSENT, *MODEL_TYPES)
+        f.problem("model_type", "kimi_k3 or kimi_linear" if bare else "kimi_linear", given)
     linear = f.data.get("linear_attn_config")
     marks = [f.data.get(name) for name in K3_ONLY]
     marks += [linear.get("use_full_rank_gate"), linear.get("gate_lower_bound")] if isinstance(linear, dict) else []
@@ -100,7 +113,7 @@ def _sizes(f: Fields) -> dict[str, Any]:
     if not all(isinstance(token, int) for token in eos_ids):
         f.problem("eos_token_id", "an integer or a list of integers", eos)
     return {
-        "num_layers": f.integer("num_hidden_layers"),
+        "num_layers": f.integer("num_hidden_layers", maximum=MAX_LAYERS),
         "hidden_size": f.integer("hidden_size", multiple=16),
         "vocab_size": f.integer("vocab_size"),
         "max_positions": f.integer("max_position_embeddings"),
@@ -159,9 +172,8 @@ def _mla(f: Fields, native: bool, required_in_k3: object) -> dict[str, Any]:
 
 def _moe(f: Fields, native: bool, required_in_k3: object) -> dict[str, Any]:
     f.fixed("moe_router_activation_func", "sigmoid", default="sigmoid" if native else ABSENT)
-    experts, top_k, width = (
-        f.integer(name) for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size")
-    )
+    experts = f.integer("num_experts", maximum=MAX_EXPERTS)
+    top_k, width = f.integer("num_experts_per_token"), f.integer("moe_intermediate_size")
     if experts and top_k and top_k > experts:
         f.problem("num_experts_per_token", f"at most num_experts={experts}", top_k)
     latent = f.integer("routed_expert_hidden_size", nullable=True, default=required_in_k3)

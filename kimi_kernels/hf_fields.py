@@ -3,9 +3,14 @@
 A getter returns None after a complaint; a complaint reads `field: expected ..., got ...`.
 """
 
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+MAX_INTEGER = 2**31 - 1  # indices and lengths are int32
+SHOWN_CHARACTERS = 300  # of a value in a complaint
+SHOWN_LAYERS = 20  # of a fault of the layer lists
 ABSENT = "nothing"  # shown as the value of a missing field; no field has it as a value
 
 # released name -> other spellings: of transformers' attributes, and of its form for the fields of linear_attn_config
@@ -36,7 +41,7 @@ class Fields:
 
     def problem(self, name: str, expected: object, got: object, prefix: str | None = None) -> None:
         where = self.prefix if prefix is None else prefix
-        shown = got if got is ABSENT else repr(got)
+        shown = got if got is ABSENT else _shown(got)
         self.problems.append(f"{where}{name}: expected {expected}, got {shown}")
 
     def section(self, name: str, required: bool = True) -> "Fields":
@@ -62,13 +67,14 @@ class Fields:
         found = [(shown, value) for shown, value in found if value is not None] or found
         for shown, value in found[1:]:
             if value != found[0][1]:
-                self.problem(shown, f"{found[0][1]} as in {found[0][0]}", value, prefix="")
+                self.problem(shown, f"{str(found[0][1])[:SHOWN_CHARACTERS]} as in {found[0][0]}", value, prefix="")
         return found[0][1] if found else default
 
     def integer(
         self,
         name: str,
         minimum: int = 1,
+        maximum: int = MAX_INTEGER,
         multiple: int = 1,
         choices: Sequence[int] = (),
         nullable: bool = False,
@@ -84,6 +90,9 @@ class Fields:
                 expected = f"one of {tuple(choices)}"
             self.problem(name, expected + (" or null" if nullable else ""), value)
             return None
+        if value > maximum:
+            self.problem(name, f"at most {maximum}", value)
+            return None
         return value
 
     def number(
@@ -97,7 +106,8 @@ class Fields:
         value = self.raw(name, default)
         if value is default is not ABSENT or (value is None and nullable):
             return value
-        if not isinstance(value, int | float) or isinstance(value, bool) or not above < value < below:
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and above < value < below
+        if not ok or abs(value) > sys.float_info.max:
             bound = f"above {above}" if below == float("inf") else f"below {below}"
             self.problem(name, f"a number {bound}" + (" or null" if nullable else ""), value)
             return None
@@ -127,14 +137,14 @@ class Fields:
             if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
                 self.problem(name, "a list of layer numbers", layers)
                 return ()
-        listed = lists[first] + lists[second]
+        listed = Counter(lists[first] + lists[second])
         every = range(1, count + 1)
         faults = {
             "in none": [layer for layer in every if layer not in listed],
-            "more than once": sorted({layer for layer in listed if listed.count(layer) > 1}),
-            "outside": sorted({layer for layer in listed if layer not in every}),
+            "more than once": sorted(layer for layer, times in listed.items() if times > 1),
+            "outside": sorted(layer for layer in listed if layer not in every),
         }
-        shown = ", ".join(f"{layers} {fault}" for fault, layers in faults.items() if layers)
+        shown = ", ".join(f"{_shown_layers(layers)} {fault}" for fault, layers in faults.items() if layers)
         if shown:
             self.problems.append(
                 f"{self.prefix}{first} and {second}: expected every layer of 1..{count} once, got {shown}"
@@ -150,3 +160,17 @@ class Fields:
             self.problem(name, f"{count} entries of {' or '.join(kinds)}", values)
             return ()
         return tuple(layer for layer, value in enumerate(values) if value == kinds[1])
+
+
+def _shown(value: object) -> str:
+    """repr, cut where it is long."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, an integer of too many digits
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+
+
+def _shown_layers(layers: list[int]) -> str:
+    rest = len(layers) - SHOWN_LAYERS
+    return f"{layers[:SHOWN_LAYERS]} and {rest} more" if rest > 0 else str(layers)

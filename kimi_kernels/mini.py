@@ -2,9 +2,11 @@
 
 Values keep a whole model in range: weights at 1/sqrt(fan_in), norm weights near 1, A_log = log U(1, 16), decay biases
 that leave some channels remembering and some forgetting, MXFP4 scales that give decoded weights the same spread.
-Tensors are stored whole; nothing depends on tensor parallelism.
+So that tokens do not hang on bfloat16 rounding, each row of lm_head is half the embedding of some token, what a layer
+adds to the residual is halved, and router biases are spread wide. Tensors are stored whole; nothing depends on tensor
+parallelism.
 
-Source   k3-decode-spec sections 3, 4 and 9
+Source   DESIGN.md section 5
 """
 
 import json
@@ -20,13 +22,14 @@ from safetensors.torch import save_file
 from kimi_kernels.checkpoint_files import INDEX_FILE, SINGLE_FILE
 from kimi_kernels.config import K3_MINI, KIMI_LINEAR_MINI, MXFP4_GROUP, KimiConfig
 from kimi_kernels.hf_config import write_config
-from kimi_kernels.tensor_names import TensorSpec, checkpoint_specs
+from kimi_kernels.tensor_names import TensorSpec, checkpoint_specs, name_prefix
 
 Tensor = torch.Tensor
 MINI = {
     "k3": (K3_MINI, 2),
     "kimi-linear": (KIMI_LINEAR_MINI, 1),
 }  # config, number of files
+RESIDUAL_OUTPUTS = (".o_proj.weight", ".down_proj.weight", ".w2.weight", ".routed_expert_up_proj.weight")
 E2M1_RMS = math.sqrt((0 + 0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8)  # of uniformly random codes
 
 
@@ -42,7 +45,13 @@ def make_mini(directory: Path | str, family: str = "k3", seed: int = 0) -> KimiC
 def random_tensors(config: KimiConfig, seed: int = 0) -> dict[str, Tensor]:
     """Every tensor of `checkpoint_specs`, random; equal seeds give equal bits."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: _random(name, spec, config, generator) for name, spec in checkpoint_specs(config).items()}
+    tensors = {name: _random(name, spec, config, generator) for name, spec in checkpoint_specs(config).items()}
+    prefix = name_prefix(config)
+    embed, head = tensors[f"{prefix}model.embed_tokens.weight"], tensors[f"{prefix}lm_head.weight"]
+    order = torch.randperm(config.vocab_size, generator=generator)
+    mixed = 0.5 * config.hidden_size**-0.5 * embed.float() + 0.75**0.5 * head.float()[order]
+    head[order] = mixed.to(head.dtype)
+    return tensors
 
 
 def write_checkpoint(directory: Path | str, config: KimiConfig, tensors: Mapping[str, Tensor], shards: int = 1) -> Path:
@@ -53,7 +62,7 @@ def write_checkpoint(directory: Path | str, config: KimiConfig, tensors: Mapping
     """
     directory = Path(directory).resolve()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory}: exists and is not empty")
+        raise FileExistsError(f"{directory}: exists and is not empty, pass a new directory")
     partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     partial.mkdir(parents=True)
     try:
@@ -61,6 +70,7 @@ def write_checkpoint(directory: Path | str, config: KimiConfig, tensors: Mapping
         files = _files(list(tensors), shards)
         for file, names in files.items():
             save_file({name: tensors[name].contiguous() for name in names}, partial / file, metadata={"format": "pt"})
+            shutil.copymode(partial / "config.json", partial / file)  # by umask; safetensors writes for the owner only
         if shards > 1:
             total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
             weight_map = {name: file for file, names in files.items() for name in names}
@@ -103,12 +113,14 @@ def _random(name: str, spec: TensorSpec, config: KimiConfig, generator: torch.Ge
 
     kinds: dict[str, Callable[[], Tensor]] = {
         "weight_packed": lambda: torch.randint(0, 256, shape, generator=generator),
+        "w2.weight_scale": lambda: _scales(uniform(0.0, 1.0), fan_in * MXFP4_GROUP) - 1,
         "weight_scale": lambda: _scales(uniform(0.0, 1.0), fan_in * MXFP4_GROUP),
         "A_log": a_log,
         "dt_bias": decay_bias,
-        "e_score_correction_bias": lambda: normal(0.0, 0.02),
+        "e_score_correction_bias": lambda: uniform(-0.5, 0.5),
         "norm.weight": lambda: normal(1.0, 0.1),
         "embed_tokens.weight": lambda: normal(0.0, 1.0),
+        **dict.fromkeys(RESIDUAL_OUTPUTS, lambda: normal(0.0, 0.5 * fan_in**-0.5)),
     }
     draw = next((draw for ending, draw in kinds.items() if name.endswith(ending)), lambda: normal(0.0, fan_in**-0.5))
     return draw().to(spec.dtype)

@@ -12,9 +12,9 @@ tensor spec reads
 
 Dtype classes: `act` is the activation dtype (bfloat16 or float32, the same for all `act` tensors of a call), `float` is
 any of the two independently, `f32 i32 u8 bool` are exact, `token` is int32 or int64.
-`inplace` names arguments that the op changes; `pools` names arguments of which only some rows are touched, with the
-number
-of first-dim rows read per call; they are counted once, or twice when changed in place.
+`inplace` names arguments that the op changes; `relations` must hold between dims and scalar arguments; `pools` names
+arguments of which only some rows are touched, with the number of first-dim rows read per call; they are counted once,
+or twice when changed in place.
 """
 
 import sys
@@ -44,6 +44,7 @@ class OpSpec:
     outputs: dict[str, str]
     inplace: tuple[str, ...] = ()
     pools: dict[str, str] = field(default_factory=dict)  # argument -> dim expression of touched rows
+    relations: tuple[str, ...] = ()  # what must hold between dims and scalar arguments
 
 
 OPS: dict[str, OpSpec] = {
@@ -70,6 +71,7 @@ OPS: dict[str, OpSpec] = {
         {"z": "R CH f32"},
         inplace=("conv_window",),
         pools={"conv_window": "B"},
+        relations=("0 <= first_valid_slot",),
     ),
     "kda_gate_bounded": OpSpec(
         {
@@ -100,6 +102,7 @@ OPS: dict[str, OpSpec] = {
         {"o": "R H V f32"},
         inplace=("state",),
         pools={"state": "B"},
+        relations=("0 <= first_valid_slot",),
     ),
     "gated_rms_norm": OpSpec(
         {"o": "R H V float", "out_gate": "R H V act", "weight": "V f32", "eps": float},
@@ -117,8 +120,13 @@ OPS: dict[str, OpSpec] = {
         {},
         inplace=("latent_cache",),
         pools={"latent_cache": "R/PAGE", "page_table": "0"},
+        relations=("L <= LP",),
     ),
-    "mla_absorb_query": OpSpec({"q": "R H QD act", "w_uk": "H NOPE L act"}, {"q_latent": "R H L+QD-NOPE act"}),
+    "mla_absorb_query": OpSpec(
+        {"q": "R H QD act", "w_uk": "H NOPE L act"},
+        {"q_latent": "R H L+QD-NOPE act"},
+        relations=("NOPE <= QD",),
+    ),
     "mla_decode": OpSpec(
         {
             "q_latent": "R H LP act",
@@ -130,6 +138,7 @@ OPS: dict[str, OpSpec] = {
         },
         {"o_latent": "R H kv_lora_rank act"},
         pools={"latent_cache": "B*S/PAGE", "page_table": "0"},
+        relations=("1 <= kv_lora_rank <= LP",),
     ),
     "mla_expand_value": OpSpec({"o_latent": "R H L act", "w_uv": "H V L act"}, {"o": "R H V act"}),
     "output_gate": OpSpec({"o": "R N act", "out_gate": "R N act"}, {"y": "R N act"}),
@@ -140,6 +149,7 @@ OPS: dict[str, OpSpec] = {
     "moe_router": OpSpec(
         {"logits": "R E f32", "bias": "E f32", "top_k": int, "scaling": float},
         {"topk_ids": "R top_k i32", "topk_weights": "R top_k f32"},
+        relations=("1 <= top_k <= E",),
     ),
     "moe_gate_up": OpSpec(
         {"x": "R Z act", "topk_ids": "R A i32", "w13": "E 2*I Z act"},

@@ -6,8 +6,7 @@ shared
 with the kernels. Loops over sequences and picks are Python loops on purpose. The functions use only what
 `error_bound.Bounded` understands, so the same lines also yield a rounding-error bound.
 
-Source   k3-decode-spec section 2, with the confirmations listed there; DESIGN.md names the public facts behind each
-formula.
+Source   DESIGN.md section 5 names the public facts behind each formula.
 """
 
 from collections.abc import Callable, Sequence
@@ -239,14 +238,14 @@ def moe_gate_up_mxfp4(x: Tensor, topk_ids: Tensor, w13_packed: Tensor, w13_scale
 def moe_down(m: Tensor, topk_ids: Tensor, topk_weights: Tensor, w2: Tensor) -> Tensor:
     """Sum over picks of topk_weights * (w2[expert] . m); an id outside [0, E) adds nothing. -> [R, Z]"""
     y = _per_pick(m, topk_ids, lambda e: w2[e].to(m.dtype), w2.shape[:2])
-    return (y * topk_weights.to(m.dtype).unsqueeze(-1)).sum(1)
+    return _weighted_sum(y, topk_ids, topk_weights, w2.shape[0])
 
 
 def moe_down_mxfp4(m: Tensor, topk_ids: Tensor, topk_weights: Tensor, w2_packed: Tensor, w2_scale: Tensor) -> Tensor:
     """`moe_down` with MXFP4 weights. -> [R, Z]"""
     weight = lambda e: dequantize(w2_packed[e], w2_scale[e], m.dtype)  # noqa: E731
     y = _per_pick(m, topk_ids, weight, w2_packed.shape[:2])
-    return (y * topk_weights.to(m.dtype).unsqueeze(-1)).sum(1)
+    return _weighted_sum(y, topk_ids, topk_weights, w2_packed.shape[0])
 
 
 def argmax(logits: Tensor, vocab_start: int) -> tuple[Tensor, Tensor]:
@@ -264,6 +263,13 @@ def softmax(scores: Tensor) -> Tensor:
     """Softmax over the last dim."""
     p = torch.exp(scores - scores.amax(-1, keepdim=True))
     return p / p.sum(-1, keepdim=True)
+
+
+def _weighted_sum(y: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts: int) -> Tensor:
+    """Sum over picks of topk_weights * y [R, A, Z]; an id outside [0, num_experts) adds nothing. -> [R, Z]"""
+    known = (topk_ids >= 0) & (topk_ids < num_experts)
+    weights = torch.where(known, topk_weights, torch.zeros_like(topk_weights))
+    return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1)
 
 
 def _per_pick(x: Tensor, topk_ids: Tensor, weight: Callable[[int], Tensor], shape: Sequence[int]) -> Tensor:

@@ -6,7 +6,7 @@ Layouts are those of SGLang and vLLM, so that their pools can be used in place:
     recurrent     [SLOTS, H, V, K] float32   K innermost
     latent_cache  [PAGES, PAGE, L+P] act     normed latent | unrotated extra dims; one cache for all heads
 
-Source   k3-decode-spec section 6: sgl-project/sglang srt/configs/mamba_utils.py, vllm-project/vllm mamba_utils.py.
+Source   DESIGN.md section 5: sgl-project/sglang srt/configs/mamba_utils.py, vllm-project/vllm mamba_utils.py.
 """
 
 from collections.abc import Sequence
@@ -39,6 +39,9 @@ class Batch:
     A row with `slots[b] < first_valid_slot` is padding: its outputs are zero, the pools stay untouched. SGLang pads
     with -1
     (`first_valid_slot=0`), vLLM reserves block 0 (`first_valid_slot=1`). A padded row has `seq_lens[b] = 0`.
+
+    The values are the engine's word: ops cannot check them without waiting for the device. `batch_checks.check_batch`
+    does, for callers that build batches by hand. Writes to slots, positions and pages outside the pools are dropped.
     """
 
     slots: torch.Tensor  # [B] int32, index into the KDA pools

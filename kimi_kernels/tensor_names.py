@@ -3,7 +3,7 @@
     K3            language_model.model.layers.L....   experts MXFP4, small KDA parameters float32
     Kimi-Linear   model.layers.L....                  experts plain, only A_log and dt_bias float32
 
-Source   k3-decode-spec section 4; published tensor lists of moonshotai/Kimi-K3 (497,220 tensors with the vision tower)
+Source   DESIGN.md section 5; published tensor lists of moonshotai/Kimi-K3 (497,220 tensors with the vision tower)
          and moonshotai/Kimi-Linear-48B-A3B-Instruct (20,493 tensors).
 """
 

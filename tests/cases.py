@@ -48,3 +48,11 @@ def slots_with_gaps(batch: int, pool: int, seed: int, padded: int = 0, null: int
     slots = torch.randperm(pool, generator=torch.Generator().manual_seed(seed))[:batch].int()
     slots[batch - padded :] = null
     return slots
+
+
+def far_pool(near: torch.Tensor, pitch: int = 2**30 + 64) -> torch.Tensor:
+    """`near` [3, ...] with a first stride that fits 32 bits while 2 * stride does not: int32 * int32 wraps at index 2,
+    whereas a stride above 2^31 would already be int64. Only the touched pages are real memory."""
+    return torch.empty_strided(near.shape, (pitch, *near.stride()[1:]), dtype=near.dtype, device=near.device).copy_(
+        near
+    )

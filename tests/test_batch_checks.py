@@ -38,7 +38,9 @@ BAD = {
     r"slots of live sequences must differ, got \[5\]": dict(slots=(5, 5, -1)),
     r"seq_lens\[0\] must be in \[1, 12\]": dict(seq_lens=(13, 1, 0)),
     r"seq_lens\[1\] must be in \[1, 12\].*got 0": dict(seq_lens=(7, 0, 0)),
-    r"seq_lens\[2\] must be in \[0, 12\].*got -1": dict(seq_lens=(7, 1, -1)),
+    r"seq_lens\[2\] must be in \[0, 0\] \(a padded sequence\), got 5": dict(seq_lens=(7, 1, 5)),
+    r"must have one length, got \[3, 3, 2, 3\]": dict(seq_lens=(7, 1)),
+    "first_valid_slot must be at least 0, got -1": dict(first_valid_slot=-1),
     r"page_table\[0\] must hold pages in \[0, 9\), got \[9\]": dict(page_table=((0, 9, 2), (3, 4, 5), (0, 0, 0))),
     "rows 0 and 1 both write page 1": dict(page_table=((0, 1, 2), (1, 4, 5), (0, 0, 0))),
 }

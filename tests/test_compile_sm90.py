@@ -15,7 +15,7 @@ MAX_SHARED = 227 * 1024
 @pytest.mark.parametrize("config, tp, rows", CASES)
 def test_real_shapes_compile_without_spills(config, tp, rows):
     """Runs the step on CPU tensors of one rank with launches turned into compilations (in a process without the
-    interpreter)."""
+    interpreter). Fault X01: an instruction of a later arch, as fma.rn.f32.bf16 of sm_100, does not assemble."""
     root = Path(__file__).parent.parent
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(root)}
     done = subprocess.run(

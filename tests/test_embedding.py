@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import act_dtypes, fills, make, rows, seeds, strided
+from cases import act_dtypes, far_pool, fills, make, rows, seeds, strided
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -79,12 +79,11 @@ def test_results_are_fresh_tensors(device):
     assert_same_bits(first, kept)
 
 
-def test_rows_beyond_two_to_the_31_elements(device):
-    """As fault I02: the row pitch puts row 1 past 2^31 elements; only the touched pages are real memory."""
-    near = make(2, 32, device=device)
-    far = torch.empty_strided(near.shape, (2**31 + 64, 1), dtype=near.dtype, device=device).copy_(near)
-    tokens = torch.tensor([1, 0, 1], device=device)
-    assert_same_bits(embedding(tokens, far), embedding(tokens, near))
+def test_token_times_pitch_overflows_32_bits(device):
+    """As fault I02: int32 tokens and a pitch that fits 32 bits; token 2 times the pitch does not."""
+    near = make(3, 32, device=device)
+    tokens = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    assert_same_bits(embedding(tokens, far_pool(near)), embedding(tokens, near))
 
 
 @pytest.mark.gpu

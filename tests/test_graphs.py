@@ -107,13 +107,17 @@ def test_padded_rows_of_a_graph_are_finite_and_touch_nothing_mini(mini):
     captured = Captured(mini, 8)
     before = [pool.clone() for pool in pools(captured.state)]
     slots, lengths = [3, 5, 11, 0, 8, -1, -1, -1], [4, 17, 2, 40, 9, 0, 0, 0]
-    got = captured.replay(batch_of(slots, lengths), torch.arange(8, device=CUDA))
+    tokens = torch.arange(8, device=CUDA)
+    got = captured.replay(batch_of(slots, lengths), tokens)
     assert bool(torch.isfinite(got.logits).all())
-    live = torch.tensor([s for s in slots if s >= 0], device=CUDA)
+    live = [s for s in slots if s >= 0]
+    want = eager(mini, random_state(mini[0]), batch_of(slots, lengths), tokens)
+    assert_same_bits(got.logits[: len(live)], want.logits[: len(live)], "live rows")
+    assert got.tokens[: len(live)].tolist() == want.tokens[: len(live)].tolist()
     for pool, old in zip(pools(captured.state), before, strict=True):
         per_slot = pool.shape[0] // SLOTS
         untouched = torch.ones(pool.shape[0], dtype=torch.bool, device=CUDA)
-        for slot in live.tolist():
+        for slot in live:
             untouched[slot * per_slot : (slot + 1) * per_slot] = False
         assert_same_bits(pool[untouched], old[untouched], "untouched slots")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import act_dtypes, fills, make, seeds, slots_with_gaps
+from cases import act_dtypes, far_pool, fills, make, seeds, slots_with_gaps
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -242,12 +242,11 @@ def test_results_are_fresh_tensors(device):
     assert_same_bits(first, kept)
 
 
-def test_slots_beyond_two_to_the_31_elements(device):
-    """Fault I02: the slot pitch puts slot 1 past 2^31 elements; only the touched pages are real memory."""
+def test_slot_times_pitch_overflows_32_bits(device):
+    """Fault I02: the pitch fits 32 bits, slot 2 times the pitch does not."""
     *rows, state, slots, is_new, first_valid = Case(batch=1).args(device)
-    near = make(2, *state.shape[1:], seed=9, dtype=FP32, device=device)
-    far = torch.empty_strided(near.shape, (2**31 + 64, *near.stride()[1:]), dtype=FP32, device=device).copy_(near)
-    slots = torch.ones_like(slots)
+    near = make(3, *state.shape[1:], seed=9, dtype=FP32, device=device)
+    far, slots = far_pool(near), torch.full_like(slots, 2)
     assert_same_bits(*(kda_recurrent(*rows, pool, slots, is_new, first_valid) for pool in (near, far)))
     assert_same_bits(near, far)
 

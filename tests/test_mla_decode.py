@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from cases import act_dtypes, fills, make, seeds, strided
+from cases import act_dtypes, far_pool, fills, make, seeds, strided
 from hypothesis import example, given
 from hypothesis import strategies as st
 from test_mla_kv_append import page_table
@@ -178,13 +178,13 @@ def test_strided_lengths_and_tables(device):
 
 
 @pytest.mark.parametrize("page_size", (4, 64))
-def test_pages_beyond_two_to_the_31_elements(device, page_size):
-    """Fault I04: the page pitch puts page 1 past 2^31 elements; only the touched pages are real memory."""
+def test_page_times_pitch_overflows_32_bits(device, page_size):
+    """Fault I04: the pitch fits 32 bits, page 2 times the pitch does not."""
     q, cache, table, seq_lens, *rest = Case(seq_lens=(3,), page_size=page_size).args(device)
-    near = torch.stack([torch.full_like(cache[0], NAN), cache[table[0, 0].long()]])
-    far = torch.empty_strided(near.shape, (2**31 + 64, *near.stride()[1:]), dtype=near.dtype, device=device).copy_(near)
-    table[0, 0] = 1
-    assert_same_bits(*(mla_decode(q, pool, table, seq_lens, *rest) for pool in (near, far)))
+    near = torch.full((3, *cache.shape[1:]), NAN, dtype=cache.dtype, device=device)
+    near[2] = cache[table[0, 0].long()]
+    table[0, 0] = 2
+    assert_same_bits(*(mla_decode(q, pool, table, seq_lens, *rest) for pool in (near, far_pool(near))))
 
 
 K3_CASE = Case(latent=512, extra=64, page_size=64)

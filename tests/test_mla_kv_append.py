@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from cases import act_dtypes, fills, make, seeds, strided
+from cases import act_dtypes, far_pool, fills, make, seeds, strided
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -109,12 +109,12 @@ def test_strided_lengths_and_tables(device):
     assert_same_bits(*caches)
 
 
-def test_pages_beyond_two_to_the_31_elements(device):
-    """Fault I04: the page pitch puts page 1 past 2^31 elements; only the touched pages are real memory."""
+def test_page_times_pitch_overflows_32_bits(device):
+    """Fault I04: the pitch fits 32 bits, page 2 times the pitch does not."""
     ckv, weight, eps, cache, table, seq_lens = Case(seq_lens=(3,)).args(device)
-    table[0, 0] = 1
-    near = cache[:2].clone()
-    far = torch.empty_strided(near.shape, (2**31 + 64, *near.stride()[1:]), dtype=near.dtype, device=device).copy_(near)
+    table[0, 0] = 2
+    near = make(3, *cache.shape[1:], seed=9, dtype=cache.dtype, device=device)
+    far = far_pool(near)
     for pool in (near, far):
         mla_kv_append(ckv, weight, eps, pool, table, seq_lens)
     assert_same_bits(near, far)

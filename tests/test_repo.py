@@ -98,6 +98,22 @@ def test_design_shows_the_op_table():
     assert shown == markdown_table(), "run python -m kimi_kernels.op_specs and paste"
 
 
+FAULTS = """
+    N01 N03 N06 N07 N09 N11 N13 N14 N16 N18 N20 N21 N22 N23 N25 N27 N28 N30 N31 N33
+    I01 I02 I04 I06 I07 I09 I10 I11 I13 I14 I15 I16 I18 I19 I20 I22 I23 I24
+    S01 S03 S05 S06 S07 S08 S09 S10 S11 S13
+    G01 G02 G04 G05 T06 T08 T09 T10 T15 P01 P09 P10 X01 X03
+""".split()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_test_names_every_known_fault(fault):
+    """The ids are public faults of decode kernels, collected from issue trackers; a test that guards against one names
+    it: numerics (N), indexing (I), state (S), graphs (G), the model (T), speed (P), toolchain (X)."""
+    texts = [p.read_text() for p in sorted((ROOT / "tests").glob("*.py")) if p.name != Path(__file__).name]
+    assert any(re.search(rf"\b{fault}\b", text) for text in texts), f"no test names fault {fault}"
+
+
 BANS = {
     r"^\s*#\s*[-=#]{5,}": "banner",
     r"\bTODO\b(?!\()": "TODO without an anchor",

@@ -1,4 +1,4 @@
-"""Bytes of a step against the published sizes of K3 and Kimi-Linear (k3-decode-spec section 7), and how they grow."""
+"""Bytes of a step against the published sizes of K3 and Kimi-Linear (DESIGN.md section 5), and how they grow."""
 
 import pytest
 import torch

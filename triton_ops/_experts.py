@@ -19,6 +19,9 @@ SMS = 132  # of the H200; only balance depends on it
 ROW_BUCKETS = (1, 2, 8, 16, 32, 64)
 
 
+COMBINE_BLOCK = 256  # outputs of a program of the last sum: 4 a lane
+
+
 @dataclass(frozen=True)
 class ExpertConfig:
     block_n: int  # outputs of a program
@@ -173,14 +176,25 @@ def _experts_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr, topk_weights_ptr, y_ptr, stride_weights_r, A: tl.constexpr, Z: tl.constexpr, BLOCK_Z: tl.constexpr
+    partial_ptr,
+    topk_ids_ptr,
+    topk_weights_ptr,
+    y_ptr,
+    stride_ids_r,
+    stride_weights_r,
+    E: tl.constexpr,
+    A: tl.constexpr,
+    Z: tl.constexpr,
+    BLOCK_Z: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     offs_z = tl.program_id(0) * BLOCK_Z + tl.arange(0, BLOCK_Z)
     mask_z = offs_z < Z
     y = tl.zeros((BLOCK_Z,), tl.float32)
     for a in tl.static_range(A):
+        expert = tl.load(topk_ids_ptr + row * stride_ids_r + a)
         weight = tl.load(topk_weights_ptr + row * stride_weights_r + a)
+        weight = tl.where((expert >= 0) & (expert < E), weight, 0.0)  # whatever the weight of no expert is
         y += weight * tl.load(partial_ptr + (row * A + a) * Z + offs_z, mask=mask_z, other=0.0)
     tl.store(y_ptr + row * Z + offs_z, y.to(y_ptr.dtype.element_ty), mask=mask_z)
 
@@ -223,8 +237,21 @@ def launch_experts(
     )
 
 
-def launch_combine(partial: torch.Tensor, topk_weights: torch.Tensor, y: torch.Tensor, block_z: int = 256) -> None:
-    """y[r] = sum over a, in order, of topk_weights[r, a] * partial[r, a]."""
+def launch_combine(
+    partial: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, experts: int, y: torch.Tensor
+) -> None:
+    """y[r] = sum over a, in order, of topk_weights[r, a] * partial[r, a]; ids outside [0, experts) add nothing."""
     rows, top_k, width = partial.shape
-    grid = (triton.cdiv(width, block_z), rows)
-    _combine_kernel[grid](partial, topk_weights, y, topk_weights.stride(0), top_k, width, block_z, num_warps=2)
+    _combine_kernel[(triton.cdiv(width, COMBINE_BLOCK), rows)](
+        partial,
+        topk_ids,
+        topk_weights,
+        y,
+        topk_ids.stride(0),
+        topk_weights.stride(0),
+        experts,
+        top_k,
+        width,
+        COMBINE_BLOCK,
+        num_warps=2,
+    )

@@ -11,7 +11,7 @@ Work     grid (R, blocks), then (R): a program finds the winner of one block, a 
          winner of the blocks; rows of at most one block need one launch
 Bytes    R*VOCAB*act + R*12, and R*blocks*24 between the launches
 Error    none
-Source   k3-decode-spec 2.10
+Source   DESIGN.md section 5
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,7 @@ Work     grid (R); a program owns one row of all N+1 tensors. All loads are issu
          nine rows of 7168 do not fit
 Bytes    (N + 2)*R*D*act + D*(act + 4)
 Error    one rounding to act; rsqrt twice, exp, one division
-Source   k3-decode-spec 2.4; `attn_res_block_size` of the Kimi K3 config
+Source   DESIGN.md section 5; `attn_res_block_size` of the Kimi K3 config
 """
 
 from dataclasses import dataclass

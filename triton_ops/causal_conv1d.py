@@ -13,7 +13,7 @@ Work     grid (channel blocks, B); a program owns its channels of one sequence a
          over the T rows, so no other program reads what it shifts
 Bytes    R*CH*(act + 4) + 2*B*(W-1)*CH*act + CH*W*4
 Error    exp of the sigmoid and its division, float32 sums; no output rounding
-Source   k3-decode-spec 2.5(b); layout as in sgl-project/sglang srt/configs/mamba_utils.py
+Source   DESIGN.md section 5; layout as in sgl-project/sglang srt/configs/mamba_utils.py
 """
 
 from dataclasses import dataclass
@@ -31,14 +31,14 @@ class CausalConv1dConfig:
     num_warps: int
 
 
-def pick_causal_conv1d_config(batch: int, channels: int) -> CausalConv1dConfig:
+def pick_causal_conv1d_config() -> CausalConv1dConfig:
     # one channel a lane: its W taps are neighbours, so a warp reads each line of the weights W times and no more
-    # blocks of 32 channels while there are fewer than two for each of 132 SMs, then 128 to start fewer (MEASURED.md)
-    return CausalConv1dConfig(32, 2) if batch * channels <= 132 * 64 else CausalConv1dConfig(128, 4)
+    # 128 channels of 32 ... 512 were fastest at 1, 8 and 32 sequences (MEASURED.md, causal_conv1d)
+    return CausalConv1dConfig(128, 4)
 
 
 @triton.jit(
-    do_not_specialize=["first_valid_slot", "stride_slots", "stride_new"],
+    do_not_specialize=["SLOTS", "first_valid_slot", "stride_slots", "stride_new"],
     do_not_specialize_on_alignment=["slots_ptr", "is_new_ptr"],
 )
 def _causal_conv1d_kernel(
@@ -49,6 +49,7 @@ def _causal_conv1d_kernel(
     is_new_ptr,
     z_ptr,
     T,
+    SLOTS,
     first_valid_slot,
     stride_x_r,
     stride_weight_c,
@@ -65,7 +66,7 @@ def _causal_conv1d_kernel(
     mask_c = offs_c < CH
     slot = tl.load(slots_ptr + pid_b * stride_slots)
     is_new = tl.load(is_new_ptr + pid_b * stride_new)
-    live = slot >= first_valid_slot
+    live = (slot >= first_valid_slot) & (slot < SLOTS)  # an id past the pool must not write behind it
     taps = ()
     for i in tl.static_range(W):
         taps += (tl.load(weight_ptr + offs_c * stride_weight_c + i, mask=mask_c, other=0.0),)
@@ -100,7 +101,7 @@ def causal_conv1d(
     Rows of slots below `first_valid_slot` are zero. `is_new[b]` starts from a zero window, whatever the slot holds.
     Raises ValueError as `checks.validate` does.
     """
-    dims = validate(
+    validate(
         "causal_conv1d",
         x=x,
         weight=weight,
@@ -109,7 +110,7 @@ def causal_conv1d(
         is_new=is_new,
         first_valid_slot=first_valid_slot,
     )
-    config = pick_causal_conv1d_config(dims["B"], dims["CH"])
+    config = pick_causal_conv1d_config()
     return _launch(config, x, weight, conv_window, slots, is_new, first_valid_slot)
 
 
@@ -126,6 +127,7 @@ def _launch(config, x, weight, conv_window, slots, is_new, first_valid_slot) -> 
         is_new,
         z,
         rows // batch,
+        conv_window.shape[0],
         first_valid_slot,
         x.stride(0),
         weight.stride(0),

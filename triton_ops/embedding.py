@@ -8,7 +8,7 @@ Layout   tokens  [R] int32 or int64, any stride          read
 Work     grid (R, column blocks); a program copies one block of one row
 Bytes    2*R*D*act + R*tokens
 Error    none
-Source   k3-decode-spec 2.2: no scaling, the table is replicated on every rank
+Source   DESIGN.md section 5: no scaling, the table is replicated on every rank
 """
 
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ Layout   o         [R, H, V] bf16 or float32, any strides but the last    read
 Work     grid (R, head blocks); a program owns BLOCK_H whole heads of one row
 Bytes    R*H*V*(o + 2*act) + V*4
 Error    one rounding to act; rsqrt, exp and the division of the sigmoid
-Source   k3-decode-spec 2.5(e); fla-org/flash-linear-attention fla/modules/fused_norm_gate.py
+Source   DESIGN.md section 5; fla-org/flash-linear-attention fla/modules/fused_norm_gate.py
 """
 
 from dataclasses import dataclass

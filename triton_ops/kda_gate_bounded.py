@@ -9,7 +9,7 @@ Layout   raw_decay [R, H, K] act, raw_beta [R, H] act, any row stride    read
 Work     grid (R, head blocks); a program owns BLOCK_H heads of one row
 Bytes    R*H*(K+1)*(act + 4) + H*(K+1)*4
 Error    exp of A_log and of the sigmoids, their divisions; no output rounding. The clamp keeps 0 * inf from a NaN
-Source   k3-decode-spec 2.5(c); `gate_lower_bound` of the Kimi K3 config
+Source   DESIGN.md section 5; `gate_lower_bound` of the Kimi K3 config
 """
 
 from dataclasses import dataclass

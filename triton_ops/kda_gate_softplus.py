@@ -10,7 +10,7 @@ Layout   raw_decay [R, H, K] act, raw_beta [R, H] act, any row stride    read
 Work     grid (R, head blocks); a program owns BLOCK_H heads of one row
 Bytes    R*H*(K+1)*(act + 4) + H*(K+1)*4
 Error    exp, log and the division of the sigmoid; softplus has absolute error near 2^-24 where it is small
-Source   k3-decode-spec 2.5(c); fla-org/flash-linear-attention fla/ops/kda/gate.py
+Source   DESIGN.md section 5; fla-org/flash-linear-attention fla/ops/kda/gate.py
 """
 
 import torch

@@ -15,7 +15,7 @@ Work     grid (V blocks, H, B); a program owns BLOCK_V value rows of one head, i
          in registers over the T rows; each block normalises q and k again (1 KiB from L2 against BLOCK_V KiB of state)
 Bytes    2*B*H*V*K*4 + R*H*(2*K*q + V*v + K*4 + 4 + V*4)
 Error    exp of log_decay, two rsqrt, float32 sums; state and output are not rounded
-Source   k3-decode-spec 2.5(c, d); fla-org/flash-linear-attention fla/ops/kda/naive.py for the order
+Source   DESIGN.md section 5; fla-org/flash-linear-attention fla/ops/kda/naive.py for the order
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def pick_kda_recurrent_config(value_dim: int) -> KdaRecurrentConfig:
 
 
 @triton.jit(
-    do_not_specialize=["first_valid_slot", "stride_slots", "stride_new"],
+    do_not_specialize=["SLOTS", "first_valid_slot", "stride_slots", "stride_new"],
     do_not_specialize_on_alignment=["slots_ptr", "is_new_ptr"],
 )
 def _kda_recurrent_kernel(
@@ -57,6 +57,7 @@ def _kda_recurrent_kernel(
     is_new_ptr,
     o_ptr,
     T,
+    SLOTS,
     first_valid_slot,
     stride_q_r,
     stride_q_h,
@@ -87,7 +88,7 @@ def _kda_recurrent_kernel(
     mask_state = mask_v[:, None] & mask_k[None, :]
     slot = tl.load(slots_ptr + pid_b * stride_slots)
     is_new = tl.load(is_new_ptr + pid_b * stride_new)
-    live = slot >= first_valid_slot
+    live = (slot >= first_valid_slot) & (slot < SLOTS)  # an id past the pool must not write behind it
     state_ptrs = state_ptr + slot.to(tl.int64) * stride_state_s + pid_h * stride_state_h
     state_ptrs += offs_v[:, None] * stride_state_v + offs_k[None, :]
     state = tl.load(state_ptrs, mask=mask_state & live & (is_new == 0), other=0.0)
@@ -158,6 +159,7 @@ def _launch(config, q, k, v, log_decay, beta, state, slots, is_new, first_valid_
         is_new,
         o,
         rows // batch,
+        state.shape[0],
         first_valid_slot,
         *q.stride()[:2],
         *k.stride()[:2],

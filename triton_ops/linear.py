@@ -11,7 +11,7 @@ the
          side of a matrix product, their tiles loaded NUM_STAGES - 1 ahead into shared memory
 Bytes    N*C*act + R*(C*act + N*y)
 Error    one rounding to the dtype of y; C products summed in fp32
-Source   k3-decode-spec 2.1
+Source   DESIGN.md section 5
 """
 
 from dataclasses import dataclass

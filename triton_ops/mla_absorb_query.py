@@ -9,7 +9,7 @@ Work     grid (L blocks, H, row blocks); a program owns BLOCK_L latent channels 
          L block also copies the extra channels
 Bytes    H*NOPE*L*act + R*H*(NOPE+L+2*P)*act
 Error    one rounding to act; float32 sums of NOPE exact products (bf16), tensor cores pad the rows to 16
-Source   k3-decode-spec 2.6
+Source   DESIGN.md section 5
 """
 
 from dataclasses import dataclass

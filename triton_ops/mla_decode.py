@@ -14,7 +14,7 @@ Work     split: grid (query blocks, SPLITS, B); a program takes BLOCK_Q of the T
          merge: grid (L blocks, H, R); a program rescales and adds the parts in the order of the splits
 Bytes    B*S*LP*act + R*H*(LP+L)*act + 8*R*H*(L+2)*min(SPLITS, S/BLOCK_S)
 Error    one rounding to act; exp2, float32 sums. bf16: p goes through the tensor cores as two bf16 parts, 2^-18 of p
-Source   k3-decode-spec 2.6; T. Dao et al., Flash-Decoding (2023) for the split
+Source   DESIGN.md section 5; T. Dao et al., Flash-Decoding (2023) for the split
 """
 
 from dataclasses import dataclass
@@ -189,7 +189,7 @@ def _mla_decode_merge_kernel(
         acc = acc * rescale + tl.sum(partial * scale[:, None], axis=0)
         weight = weight * rescale + tl.sum(weights * scale, axis=0)
         top = new_top
-    o = tl.where(weight > 0.0, acc / weight, 0.0)
+    o = tl.where(weight == 0.0, 0.0, acc / weight)  # a NaN weight stays NaN
     tl.store(o_ptr + (pid_r * H + pid_h) * L + offs_l, o.to(o_ptr.dtype.element_ty), mask=mask_l)
 
 
@@ -203,6 +203,7 @@ def mla_decode(
 ) -> torch.Tensor:
     """Returns o_latent [R, H, kv_lora_rank] in the dtype of q_latent; a row that sees no token is zero.
 
+    Tokens past `seq_lens` never reach a result. With T > 1 a NaN latent of a later token of the step does: 0 * NaN.
     Raises ValueError as `checks.validate` does.
     """
     dims = validate(

@@ -9,7 +9,7 @@ Work     grid (V blocks, H, row blocks); a program owns BLOCK_V value channels o
          over L in pipelined steps
 Bytes    H*V*L*act + R*H*(L+V)*act
 Error    one rounding to act; float32 sums of L exact products (bf16), tensor cores pad the rows to 16
-Source   k3-decode-spec 2.6
+Source   DESIGN.md section 5
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ Layout   ckv           [R, LP] act, any row stride; row b*T + t          read
 Work     grid (R); a program owns one row
 Bytes    2*R*LP*act + L*act
 Error    one rounding to act; rsqrt
-Source   k3-decode-spec 2.6 (kv_a_layernorm, no rotary), section 6 (page layout)
+Source   DESIGN.md section 5 (kv_a_layernorm, no rotary), section 2 (page layout)
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def pick_mla_kv_append_config(latent: int) -> MlaKvAppendConfig:
 
 
 @triton.jit(
-    do_not_specialize=["stride_table_b", "stride_lens"],
+    do_not_specialize=["MAX_PAGES", "PAGES", "stride_table_b", "stride_lens"],
     do_not_specialize_on_alignment=["page_table_ptr", "seq_lens_ptr"],
 )
 def _mla_kv_append_kernel(
@@ -44,6 +44,8 @@ def _mla_kv_append_kernel(
     seq_lens_ptr,
     eps,
     T,
+    MAX_PAGES,
+    PAGES,
     stride_ckv_r,
     stride_weight,
     stride_cache_p,
@@ -59,8 +61,10 @@ def _mla_kv_append_kernel(
     pid_r = tl.program_id(0)
     b = pid_r // T
     position = tl.load(seq_lens_ptr + b * stride_lens) - T + pid_r % T
-    live = position >= 0
+    # a position past the table or a page past the pool must not write over another sequence
+    live = (position >= 0) & (position < MAX_PAGES * PAGE)
     page = tl.load(page_table_ptr + b.to(tl.int64) * stride_table_b + position // PAGE, mask=live, other=0).to(tl.int64)
+    live &= (page >= 0) & (page < PAGES)
     offs_l = tl.arange(0, BLOCK_L)
     offs_p = L + tl.arange(0, BLOCK_P)
     mask_l = offs_l < L
@@ -111,6 +115,8 @@ def _launch(config, ckv, norm_weight, eps, latent_cache, page_table, seq_lens) -
         seq_lens,
         eps,
         rows // seq_lens.shape[0],
+        page_table.shape[1],
+        latent_cache.shape[0],
         ckv.stride(0),
         norm_weight.stride(0),
         *latent_cache.stride()[:2],

@@ -10,7 +10,7 @@ Layout   m [R, A, I] act, topk_ids [R, A] int32, topk_weights [R, A] float32, an
 Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; a second kernel adds the partials
 Bytes    distinct experts * Z * I*act + R*(A*(I*act + 8 + 2*Z*4) + Z*act)
 Error    products of bf16 exact, float32 sums, one rounding to act
-Source   k3-decode-spec 2.9
+Source   DESIGN.md section 5
 """
 
 import torch
@@ -44,5 +44,5 @@ def _launch(config: ExpertConfig, m, topk_ids, topk_weights, w2) -> torch.Tensor
     if y.numel():
         partial = torch.empty(*topk_ids.shape, y.shape[1], dtype=torch.float32, device=m.device)
         launch_experts(config, contract_act, m, topk_ids, (w2,), partial)
-        launch_combine(partial, topk_weights, y)
+        launch_combine(partial, topk_ids, topk_weights, w2.shape[0], y)
     return y

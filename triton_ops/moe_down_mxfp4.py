@@ -11,7 +11,7 @@ Layout   m [R, A, I] act, topk_ids [R, A] int32, topk_weights [R, A] float32, an
 Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; a second kernel adds the partials
 Bytes    distinct experts * Z * I * 17/32 + R*(A*(I*act + 8 + 2*Z*4) + Z*act)
 Error    products exact, float32 sums, one rounding to act
-Source   k3-decode-spec 2.9 and 3; OCP Microscaling Formats 1.0
+Source   DESIGN.md section 5; OCP Microscaling Formats 1.0
 """
 
 import torch
@@ -59,5 +59,5 @@ def _launch(config: ExpertConfig, m, topk_ids, topk_weights, w2_packed, w2_scale
         partial = torch.empty(*topk_ids.shape, y.shape[1], dtype=torch.float32, device=m.device)
         weights = (as_words("moe_down_mxfp4", "w2_packed", w2_packed), w2_scale)
         launch_experts(config, contract_mxfp4, m, topk_ids, weights, partial)
-        launch_combine(partial, topk_weights, y)
+        launch_combine(partial, topk_ids, topk_weights, w2_packed.shape[0], y)
     return y

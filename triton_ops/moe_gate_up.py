@@ -8,7 +8,7 @@ Layout   x [R, Z] act, topk_ids [R, A] int32, any row stride         read
 Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert
 Bytes    distinct experts * 2*I * Z*act + R*(Z*act + A*(4 + 2*I*act))
 Error    products of bf16 exact, float32 sums, one rounding to act
-Source   k3-decode-spec 2.9
+Source   DESIGN.md section 5
 """
 
 import torch

@@ -9,7 +9,7 @@ Layout   x [R, Z] act, topk_ids [R, A] int32, any row stride                    
 Work     `_experts`: a program owns BLOCK_N outputs of up to 8 picks of one expert; `_mxfp4` decodes in registers
 Bytes    distinct experts * 2*I * Z * 17/32 + R*(Z*act + A*(4 + 2*I*act))
 Error    products exact, float32 sums, one rounding to act
-Source   k3-decode-spec 2.9 and 3; OCP Microscaling Formats 1.0
+Source   DESIGN.md section 5; OCP Microscaling Formats 1.0
 """
 
 import torch

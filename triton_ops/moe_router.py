@@ -13,7 +13,7 @@ Work     grid (R); one program ranks a row by counting. Score and inverted id fo
          strided groups. The TOP_K groups of largest maxima hold all picks: other keys are behind TOP_K of these maxima
 Bytes    R*E*4 + E*4 + R*TOP_K*8
 Error    exp and two divisions, float32 sum of TOP_K scores
-Source   k3-decode-spec 2.9; ties and NaN as in vllm-project/vllm vllm/models/kimi_k3/amd/mono/README.md
+Source   DESIGN.md section 5; ties and NaN as in vllm-project/vllm vllm/models/kimi_k3/amd/mono/README.md
 """
 
 from dataclasses import dataclass

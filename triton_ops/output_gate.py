@@ -7,7 +7,7 @@ Layout   o, out_gate  [R, N] act, any row stride     read
 Work     grid (R, column blocks); a program owns one block of one row
 Bytes    3*R*N*act
 Error    one rounding to act; exp and the division of the sigmoid. The HF module rounds the sigmoid to bfloat16 first
-Source   k3-decode-spec 2.6; `mla_use_output_gate` of the Kimi K3 config
+Source   DESIGN.md section 5; `mla_use_output_gate` of the Kimi K3 config
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ Layout   x, delta  [R, D] act, any row stride     read
 Work     grid (R, column blocks); a program owns one block of one row
 Bytes    3*R*D*act
 Error    one rounding to act
-Source   k3-decode-spec 0 and 2.9
+Source   DESIGN.md section 5
 """
 
 from dataclasses import dataclass

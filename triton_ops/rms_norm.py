@@ -8,7 +8,7 @@ Layout   x       [R, D] act, any row stride     read
 Work     grid (R); a program owns one row and keeps it in registers between the sum and the product
 Bytes    (2*R + 1)*D*act
 Error    one rounding to act; rsqrt
-Source   k3-decode-spec 2.3; the second rounding of the HF module (before the weight) is left out, as fused kernels do
+Source   DESIGN.md section 5; the second rounding of the HF module (before the weight) is left out, as fused kernels do
 """
 
 from dataclasses import dataclass

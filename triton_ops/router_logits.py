@@ -8,7 +8,7 @@ Layout   x       [R, D] act, any row stride     read
 Work     the kernel of `linear`; the dtype of the output is that of its pointer
 Bytes    E*D*act + R*(D*act + E*4)
 Error    D products summed in fp32
-Source   k3-decode-spec 2.9: bfloat16 logits flip picks, the sum must stay in float32
+Source   DESIGN.md section 5: bfloat16 logits flip picks, the sum must stay in float32
 """
 
 import torch

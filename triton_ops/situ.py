@@ -8,7 +8,7 @@ Layout   gate_up  [R, 2*I] act, gate then up, any row stride     read
 Work     grid (R, column blocks); a program owns one block of one row
 Bytes    3*R*I*act
 Error    one rounding to act; tanh within 8 * 2^-24 relative for any input, exp and the division of the sigmoid
-Source   k3-decode-spec 2.8; `activation_situ_beta`, `activation_situ_linear_beta` of the Kimi K3 config
+Source   DESIGN.md section 5; `activation_situ_beta`, `activation_situ_linear_beta` of the Kimi K3 config
 """
 
 from dataclasses import dataclass

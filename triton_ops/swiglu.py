@@ -7,7 +7,7 @@ Layout   gate_up  [R, 2*I] act, gate then up, any row stride     read
 Work     grid (R, column blocks); a program owns one block of one row
 Bytes    3*R*I*act
 Error    one rounding to act; exp and the division of the sigmoid
-Source   k3-decode-spec 2.8; `hidden_act` silu of the Kimi-Linear config
+Source   DESIGN.md section 5; `hidden_act` silu of the Kimi-Linear config
 """
 
 from dataclasses import dataclass

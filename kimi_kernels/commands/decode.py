@@ -4,9 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
 from rich.console import Console
+from tqdm import tqdm
 
 from kimi_kernels.commands import PROGRAM, UsageError, common
+from kimi_kernels.decode_step import StepOutput
 from kimi_kernels.decoder import Decoder
 from kimi_kernels.hf_config import load_config
 
@@ -32,8 +35,10 @@ def run(args: argparse.Namespace) -> dict:
     common.check_tokens(prompt, positions, config)
     ops = common.backend_ops(args.backend, device)
     weights = common.read_weights(args, config, layers, device)
-    decoder = Decoder(local, weights, args.backend, batch=1, context=positions, device=device, ops=ops)
-    generated = decoder.generate([prompt], args.new)
+    decoder = _ShowingDecoder(local, weights, args.backend, batch=1, context=positions, device=device, ops=ops)
+    disable = True if args.json else None  # None: tqdm asks whether stderr is a terminal
+    with tqdm(total=positions, unit=" steps", desc="decode", leave=False, disable=disable) as decoder.bar:
+        generated = decoder.generate([prompt], args.new)
     tokens = generated.tokens[0]
     return {
         "tokens": tokens,
@@ -46,6 +51,17 @@ def run(args: argparse.Namespace) -> dict:
         "tp_rank": args.tp_rank,
         "layers": [layers.start, layers.stop],
     }
+
+
+class _ShowingDecoder(Decoder):
+    """Moves a progress bar at every step."""
+
+    bar: tqdm
+
+    def step(self, tokens: torch.Tensor) -> StepOutput:
+        output = super().step(tokens)
+        self.bar.update()
+        return output
 
 
 def _tokenizer(args: argparse.Namespace):

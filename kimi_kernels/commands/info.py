@@ -1,6 +1,7 @@
 """`kimi-kernels info`: bytes of a decode step by op and by part of the model, and the floor they set."""
 
 import argparse
+import re
 
 from rich.console import Console
 
@@ -8,11 +9,14 @@ from kimi_kernels.commands import UsageError
 from kimi_kernels.commands.common import add_tp_argument, plain_table, positive
 from kimi_kernels.config import CONFIGS
 from kimi_kernels.hf_config import load_config
+from kimi_kernels.hf_fields import MAX_INTEGER
 from kimi_kernels.meta_weights import meta_weights
 from kimi_kernels.op_specs import OPS
 from kimi_kernels.places import PARTS
 from kimi_kernels.traffic import OpCall, floor_us, record_step, resident_bytes, sequence_bytes, total_bytes
 
+CONTEXT = 1024  # or as many positions as the model has
+OVERFLOW = re.compile("overflow", re.IGNORECASE)
 READ_TB_PER_S = 4.56  # one H200, long reads, measured
 
 
@@ -23,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_tp_argument(parser)
     parser.add_argument("--rows", type=positive, default=1, metavar="R", help="sequences, one token each (default 1)")
     parser.add_argument(
-        "--context", type=positive, default=1024, metavar="C", help="cached tokens of each (default 1024)"
+        "--context", type=positive, metavar="C", help=f"cached tokens of each (default {CONTEXT}, or all if fewer)"
     )
     parser.add_argument(
         "--bandwidth", type=_bandwidth, default=READ_TB_PER_S, metavar="TB/S", help=f"default {READ_TB_PER_S}, an H200"
@@ -42,9 +46,17 @@ def _bandwidth(text: str) -> float:
 
 def run(args: argparse.Namespace) -> dict:
     config = CONFIGS[args.config] if args.config else load_config(args.dir)
-    if args.context > config.max_positions:
-        raise UsageError(f"--context {args.context}: the model has {config.max_positions} positions")
-    calls = record_step(config, args.tp, args.rows, args.context)
+    context = min(CONTEXT, config.max_positions) if args.context is None else args.context
+    if context > config.max_positions:
+        raise UsageError(f"--context {context}: the model has {config.max_positions} positions")
+    if args.rows > MAX_INTEGER:
+        raise UsageError(f"--rows: expected at most {MAX_INTEGER}, got {args.rows}")
+    try:
+        calls = record_step(config, args.tp, args.rows, context)
+    except (RuntimeError, TypeError, OverflowError) as error:  # torch's for sizes beyond int64, meta tensors too
+        if not OVERFLOW.search(str(error)):
+            raise
+        raise UsageError(f"a tensor of this model with {args.rows} rows and context {context} is too large") from error
     total = total_bytes(calls)
     by_op = [_line("op", op, [c for c in calls if c.op == op], total, args.bandwidth) for op in OPS]
     by_part = [_line("part", part, [c for c in calls if c.part == part], total, args.bandwidth) for part in PARTS]
@@ -53,14 +65,14 @@ def run(args: argparse.Namespace) -> dict:
         "family": config.family,
         "tp": args.tp,
         "rows": args.rows,
-        "context": args.context,
+        "context": context,
         "bandwidth_tb_per_s": args.bandwidth,
         "bytes_per_step": total,
         "bytes_per_token": total / args.rows,
         "activation_bytes_per_step": sum(call.activation_bytes for call in calls),
         "floor_us": floor_us(total, args.bandwidth),
         "resident_weight_bytes": resident_bytes(meta_weights(config, args.tp)),
-        "state_bytes_per_sequence": sequence_bytes(config.shard(args.tp), args.context),
+        "state_bytes_per_sequence": sequence_bytes(config.shard(args.tp), context),
         "ops": [line for line in by_op if line["calls"]],
         "parts": [line for line in by_part if line["calls"]],
     }

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kimi_kernels.commands import UsageError
+
 FAMILIES = ("k3", "kimi-linear")
 
 
@@ -17,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict:
     from kimi_kernels.mini import make_mini
 
+    if not -(2**63) <= args.seed < 2**64:
+        raise UsageError(f"--seed: expected an integer of 64 bits, got {args.seed}")
     directory = Path(args.dir)
     make_mini(directory, args.family, args.seed)
     files = sorted(path for path in directory.iterdir() if path.is_file())
