@@ -37,19 +37,19 @@ def test_mini_values_keep_the_model_in_range():
     a_log = tensors[f"{K3_LAYERS}.0.self_attn.A_log"]
     assert a_log.shape == (32,) and (a_log[4:] == 0).all() and (a_log[:4] > 0).all() and (a_log < math.log(16)).all()
     bias = torch.stack([t for name, t in tensors.items() if name.endswith("e_score_correction_bias")])
-    assert 0 < bias.abs().min() and bias.abs().max() < 0.2
+    assert 0 < bias.abs().min() and 0.2 < bias.abs().max() <= 0.5  # wide: routing is decided by more than rounding
     softplus = random_tensors(KIMI_LINEAR_MINI)["model.layers.0.self_attn.dt_bias"]
     step = torch.nn.functional.softplus(softplus)
     assert 9e-4 < step.min() and step.max() < 0.11
 
 
-def test_mini_mxfp4_weights_have_unit_fan_in_spread():
+def test_mini_mxfp4_weights_have_fan_in_spread_halved_on_the_way_out():
     tensors = random_tensors(K3_MINI)
     experts = f"{K3_LAYERS}.1.block_sparse_moe.experts"
-    for w, fan_in in (("w1", K3_MINI.latent_size), ("w2", K3_MINI.expert_size)):
+    for w, fan_in, spread in (("w1", K3_MINI.latent_size, 1.0), ("w2", K3_MINI.expert_size, 0.5)):
         packed = torch.stack([tensors[f"{experts}.{e}.{w}.weight_packed"] for e in range(K3_MINI.num_experts)])
         scale = torch.stack([tensors[f"{experts}.{e}.{w}.weight_scale"] for e in range(K3_MINI.num_experts)])
-        assert abs(dequantize(packed, scale, torch.float32).std() * fan_in**0.5 - 1) < 0.05
+        assert abs(dequantize(packed, scale, torch.float32).std() * fan_in**0.5 - spread) < 0.05 * spread
         assert len(scale.unique()) == 2
 
 
