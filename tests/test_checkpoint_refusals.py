@@ -106,6 +106,10 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None]]] = {
     ),
     "empty": ("model.safetensors: ", lambda d: (d / "model.safetensors").touch()),
     "index": ("index.json: expected JSON", lambda d: (d / "model.safetensors.index.json").write_text("{")),
+    "index nested": (
+        "index.json: expected JSON",
+        lambda d: (d / "model.safetensors.index.json").write_text("[" * 100_000),
+    ),
     "index map": ("index.json: expected JSON", lambda d: (d / "model.safetensors.index.json").write_text('{"a": 1}')),
 }
 

@@ -288,6 +288,8 @@ BAD = {
     "info of nothing": (("info",), "DIR --config"),
     "info context": (("info", "--config", "k3-mini", "--context", "2000"), "1024 positions"),
     "info bandwidth": (("info", "--config", "k3", "--bandwidth", "0"), "positive number of TB/s"),
+    "info many rows": (("info", "--config", "k3", "--rows", str(10**17)), "--rows: expected at most 2147483647"),
+    "seed of many bits": (("make-mini", "DIR-new", "--family", "k3", "--seed", str(10**30)), "64 bits"),
     "info rows": (("info", "--config", "k3", "--rows", "-1"), "positive integer"),
     "no command": ((), "COMMAND"),
     "unknown command": (("train",), "invalid choice: 'train'"),
@@ -362,6 +364,35 @@ def test_a_long_message_becomes_one_line(message, line, run, monkeypatch):
     assert error_of(run("info", "--config", "k3")) == line
 
 
+@pytest.mark.parametrize(
+    "error", (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"))
+)
+def test_a_failed_allocation_is_one_line(error, run, monkeypatch):
+    def failing(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr("kimi_kernels.commands.info.record_step", failing)
+    assert error_of(run("info", "--config", "k3")).startswith("out of memory")
+
+
+def test_info_of_a_model_with_few_positions_or_huge_tensors(checkpoints, tmp_path, run, run_json):
+    data = json.loads((checkpoints["k3"] / "config.json").read_text())
+    text = data["text_config"]
+    (tmp_path / "config.json").write_text(json.dumps(data | {"text_config": text | {"max_position_embeddings": 16}}))
+    assert run_json("info", tmp_path)["context"] == 16
+    huge = {"num_experts": 10_000, "moe_intermediate_size": 2**31 - 32, "routed_expert_hidden_size": 2**31 - 32}
+    (tmp_path / "config.json").write_text(json.dumps(data | {"text_config": text | huge}))
+    assert "too large" in error_of(run("info", tmp_path))
+
+
+def test_decode_draws_a_bar_on_a_terminal_only(checkpoints, run, monkeypatch):
+    argv = ("decode", checkpoints["k3"], "--tokens", "5", "--new", "2", "--backend", "reference", "--layers", "0:1")
+    assert run(*argv)[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert "decode:   0%" in run(*argv)[2]
+    assert "decode:" not in run(*argv, "--json")[2]
+
+
 def test_an_interrupt_is_quiet(run, monkeypatch):
     def interrupted(*_args, **_kwargs):
         raise KeyboardInterrupt
@@ -393,4 +424,4 @@ def test_a_closed_pipe_is_quiet():
     os.close(read)
     done = subprocess.run([*PROGRAM, "info", "--config", "k3"], stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
-    assert done.stderr == "" and done.returncode != 0
+    assert done.stderr == "" and done.returncode == 141

@@ -93,6 +93,10 @@ FAULTS_K3 = {
     "vocab_size: expected an integer of at least 1, got nothing": {"text_config__vocab_size": ...},
     "num_experts: expected an integer of at least 1, got '896'": {"text_config__num_experts": "896"},
     "num_hidden_layers: expected an integer of at least 1, got True": {"text_config__num_hidden_layers": True},
+    "num_hidden_layers: expected at most 10000, got 1000000000000": {"text_config__num_hidden_layers": 10**12},
+    "num_experts: expected at most 10000, got 20000": {"text_config__num_experts": 20000},
+    "rms_norm_eps: expected a number above 0.0, got 1000": {"text_config__rms_norm_eps": 10**400},
+    "gate_lower_bound: expected a number below 0.0 or null, got -1000": {LINEAR + "gate_lower_bound": -(10**400)},
     "num_key_value_heads: expected 96 as num_attention_heads, got 8": {"text_config__num_key_value_heads": 8},
     "num_expert_group: expected 1, got 8": {"text_config__num_expert_group": 8},
     "topk_method: expected noaux_tc, got 'greedy'": {"text_config__topk_method": "greedy"},
@@ -179,7 +183,13 @@ def test_one_error_lists_all_problems():
     }
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"text_config": 3}'])
+def test_a_foreign_model_type_is_the_one_problem():
+    for data in ({"model_type": "llama"}, {"model_type": ["llama"]}, {"model_type": "llava", "text_config": {"a": 1}}):
+        with pytest.raises(ConfigError, match=r"1 problem\n  model_type: expected kimi_k3"):
+            load_config(data)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"text_config": 3}', "[" * 100_000])
 def test_unreadable_config_names_the_file(tmp_path: Path, content: str | None):
     path = tmp_path / "config.json"
     if content is not None:

@@ -56,12 +56,13 @@ def test_mini_mxfp4_weights_have_fan_in_spread_halved_on_the_way_out():
 def test_writer_refuses_a_directory_in_use_and_leaves_nothing_behind(tmp_path: Path, monkeypatch):
     used, empty = tmp_path / "used", tmp_path / "empty"
     used.mkdir()
-    (used / "notes.txt").touch()
-    with pytest.raises(FileExistsError, match="exists and is not empty"):
+    (used / "notes.txt").write_text("")
+    with pytest.raises(FileExistsError, match="exists and is not empty, pass a new directory"):
         make_mini(used, "kimi-linear")
     assert [path.name for path in used.iterdir()] == ["notes.txt"]
     empty.mkdir()
     assert make_mini(empty, "kimi-linear") == KIMI_LINEAR_MINI
+    assert {path.stat().st_mode for path in empty.iterdir()} == {(used / "notes.txt").stat().st_mode}  # by umask
     monkeypatch.setattr("kimi_kernels.mini.save_file", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         make_mini(tmp_path / "fails", "k3")
