@@ -20,6 +20,7 @@ class Encoder:
 
     def __init__(self, schedule: Schedule, address: Address, taps: bool = False):
         self.schedule, self.address, self.taps = schedule, address, taps
+        self._read = {row.args["src"].buffer.index for row in schedule.rows if row.code == Code.MIX and "src" in row.args}
         self._moe = -1
         self._appends = [row for row in schedule.rows if row.code == Code.MLA_KV_APPEND]
         self._decodes = [row for row in schedule.rows if row.code == Code.MLA_DECODE]
@@ -72,8 +73,10 @@ class Encoder:
         values[pitch or f"{name}_pitch"] = place.pitch * max(1, buffer.rows // self.schedule.shape.rows)
 
     def _tap(self, values: dict, name: str, view: View | Buffer | None, pitch: str | None = None):
-        """An activation that no other SM reads: handed on only where the caller wants to see everything."""
-        self._view(values, name, view if self.taps else None, pitch)
+        """An activation that other SMs rarely read: handed on if a row does, or the caller wants to see everything."""
+        buffer = view if isinstance(view, Buffer) or view is None else view.buffer
+        wanted = buffer is not None and (self.taps or buffer.index in self._read)
+        self._view(values, name, view if wanted else None, pitch)
 
     def _mix(self, row: Row, values: dict):
         args = row.args

@@ -418,7 +418,7 @@ def load(rows: list[Row]) -> list[Row]:
     for row in rows:
         if row.code in (Code.MIX, Code.MLA_COMBINE):
             held = (row.x, row.rows)
-        elif row.code in (Code.MOE_ROUTER, Code.MLA_DECODE):
+        elif row.code == Code.MLA_DECODE:
             held = None
         elif row.x is not None and held != (row.x, row.rows):
             need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows)
