@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 MAX_ROWS = 8
 DEFAULT_IN_FLIGHT = 6  # copies of 16 KiB on their way to an SM at most
 OVERLAP = 1 << 30
+NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has
 
 
 class MegakernelError(RuntimeError):
@@ -144,6 +145,10 @@ class Megakernel:
             f"{self._limit_ns / 1e9:g} s for {[view.buffer.name for view in row.reads]}"
         )
 
+    def poison(self) -> None:
+        """Fills the workspace with NaN that no launch takes for its own; nothing of this instance may be running."""
+        self.words.fill_(NAN_WORD)
+
     def reset(self) -> None:
         """Forgets all launches; nothing of this instance may be running."""
         self.control.zero_()
@@ -156,6 +161,20 @@ class Megakernel:
         payload = words.reshape(buffer.rows, place.pitch, 2)[:, :, 0].contiguous()
         values = payload if buffer.dtype == torch.int32 else payload.view(buffer.dtype)
         return values[:, : buffer.width]
+
+    def handed_on(self, index: int) -> Tensor | None:
+        """`tap`, or the tensor that the buffer went to instead; None where no row hands it on."""
+        buffer = self.schedule.recording.buffers[index]
+        head = self.schedule.recording.calls[-1]
+        assert head.op == "argmax"
+        outside = {
+            head.args["logits"].buffer.index: self.logits,
+            head.outputs[0].index: self.next_tokens.unsqueeze(1),
+            head.outputs[1].index: self.next_values.unsqueeze(1),
+        }
+        if index in outside:
+            return outside[index]
+        return self.tap(index) if any(buffer in row.writes for row in self.schedule.rows) else None
 
     def _check_inputs(self, tokens: Tensor, batch: Batch) -> None:
         expected = {
