@@ -53,7 +53,7 @@ def compile_shape(shape):
 
 
 def resources(cubin: Path) -> dict[str, int]:
-    """Registers and bytes of the kernels in a file, as `cuobjdump` reports them: the largest, and how many there are."""
+    """Registers and bytes of the kernels in a file, from `cuobjdump`: the largest, and how many there are."""
     found = find_spec("triton")
     assert found is not None and found.origin is not None
     tool = Path(found.origin).parent / "backends/nvidia/bin/cuobjdump"

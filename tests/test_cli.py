@@ -281,6 +281,8 @@ BAD = {
         ("compare", "DIR", "--left", "megakernel", "--device", "cpu"),
         "nvidia-cutlass-dsl",
     ),
+    "trace without a GPU": (("trace", "DIR", "--device", "cpu"), "needs an sm_90a or sm_100a GPU"),
+    "trace of many rows": (("trace", "DIR", "--rows", "9"), "batch must be in [1, 8], got 9"),
     "compare the megakernel with itself": (
         ("compare", "DIR", "--left", "megakernel", "--right", "megakernel"),
         "taps one side only",

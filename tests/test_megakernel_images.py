@@ -1,5 +1,5 @@
-"""Images decode back to the weights, bit for bit. The decoder here follows the layout documented in `images.py`, element
-by element, and shares no code with it."""
+"""Images decode back to the weights, bit for bit. The decoder here follows the layout documented in `images.py` and
+shares no code with it."""
 
 import pytest
 import torch
