@@ -10,8 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megakernel_cases import (
-    CUDA, FAMILIES, SLOTS, batch_of, copy_state, kernel_of, mini, pools, random_state, real, run, some_layers, tokens_of,
-)  # fmt: skip
+    CUDA,
+    FAMILIES,
+    SLOTS,
+    batch_of,
+    copy_state,
+    kernel_of,
+    mini,
+    pools,
+    random_state,
+    real,
+    run,
+    some_layers,
+    tokens_of,
+)
 
 from kimi_kernels import cli, reference
 from kimi_kernels.backends import make_ops, single_rank
