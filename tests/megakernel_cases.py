@@ -11,7 +11,8 @@ import torch
 from cute_megakernel.megakernel import Images, Megakernel
 from cute_megakernel.recording import record_local_step
 from cute_megakernel.schedule import make_schedule
-from kimi_kernels.bench_layers import SHARDED, random_owner
+from kimi_kernels.bench_layers import SHARDED, shard_moe
+from kimi_kernels.bench_megakernel import random_model
 from kimi_kernels.checkpoint import load_weights
 from kimi_kernels.compare import assert_same_bits
 from kimi_kernels.config import CONFIGS, KimiConfig
@@ -58,28 +59,10 @@ def real(name: str, tp: int, layers: tuple[int, ...], sharded: bool = False) -> 
     config = CONFIGS[name]
     weights = meta_weights(config, tp, layers=layers)
     if sharded:
-        weights = shard_moe(weights, tp)
+        weights = dataclasses.replace(weights, layers=tuple(shard_moe(layer, tp) for layer in weights.layers))
     weights = random_model(weights, torch.Generator(CUDA).manual_seed(5))
     gathered = dict.fromkeys(SHARDED, tp) if sharded else {}
     return Model(config.shard(tp), weights, Images(weights), gathered)
-
-
-def random_model(meta: ModelWeights, generator: torch.Generator) -> ModelWeights:
-    layers = tuple(random_owner(layer, generator) for layer in meta.layers)
-    return dataclasses.replace(random_owner(dataclasses.replace(meta, layers=()), generator), layers=layers)
-
-
-def shard_moe(weights: ModelWeights, tp: int) -> ModelWeights:
-    """Meta weights with 1/tp of the outputs of router and latent projections."""
-
-    def cut(layer):
-        if not hasattr(layer.mlp, "router"):
-            return layer
-        parts = {name: getattr(layer.mlp, name) for name in SHARDED}
-        parts = {n: torch.empty(w.shape[0] // tp, w.shape[1], dtype=w.dtype, device="meta") for n, w in parts.items()}
-        return dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, **parts))
-
-    return dataclasses.replace(weights, layers=tuple(cut(layer) for layer in weights.layers))
 
 
 def random_state(model: Model, seed: int = 0, page: int = PAGE, pages: int = PAGES) -> State:
