@@ -3,7 +3,7 @@
     python benchmarks/megakernel.py --config k3 --tp 8 --layers 1:9 --in-flight 3,4,6,8
 
 Prints one JSON object a cap: microseconds per step (median, 20th and 80th percentile of the replays). Correctness is
-the business of `kimi-kernels bench --backend megakernel` and of the tests: this sweep checks only that logits are finite.
+the business of `kimi-kernels bench --backend megakernel` and of the tests; this sweep looks for NaN and no more.
 """
 
 import argparse
