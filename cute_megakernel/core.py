@@ -211,6 +211,14 @@ def warp_sum(value: Float32) -> Float32:
 
 
 @cute.jit
+def warp_sums(values: cute.Tensor, count: cutlass.Constexpr):
+    """`warp_sum` of each of `count` numbers, side by side."""
+    for step in cutlass.range_constexpr(5):
+        for i in cutlass.range_constexpr(count):
+            values[i] = values[i] + ptx.shfl_xor(values[i], 16 >> step)
+
+
+@cute.jit
 def warp_max(value: Float32) -> Float32:
     for step in cutlass.range_constexpr(5):
         value = ptx.fmax(value, ptx.shfl_xor(value, 16 >> step))

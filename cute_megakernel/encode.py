@@ -174,26 +174,27 @@ class Encoder:
         values["pool_count"] = self.address("pool count", pool)
 
     def _causal_conv1d(self, row: Row, values: dict):
-        self._view(values, "src", row.args["src"])
-        self._tap(values, "dst", row.args["dst"])
-        values["weight"] = self.address("weight", row.args["weight"])
-        self._pool(values, row.args["pool"])
+        args = row.args
+        self._view(values, "src", args["src"])
+        self._tap(values, "dst", args["dst"])
+        self._view(values, "gate", args["gate"])
+        self._view(values, "beta", args["raw_beta"])
+        for name, weight in (("weight", "weight"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
+            values[name] = self.address("weight", args[weight])
+        self._pool(values, args["pool"])
 
     def _kda_gate(self, row: Row, values: dict):
-        self._view(values, "src", row.args["src"])
         self._tap(values, "dst", row.args["dst"])
         self._tap(values, "tap", row.args["beta"])
-        values |= {"weight": self.address("weight", row.args["A_log"]), "p0": float(row.args["bound"])}
-        values["weight2"] = self.address("weight", row.args["dt_bias"])
+        values["p0"] = float(row.args["bound"])
 
     def _kda_recurrent(self, row: Row, values: dict):
         self._pool(values, row.args["pool"])
         self._tap(values, "dst", row.args["dst"])
 
     def _gated_rms_norm(self, row: Row, values: dict):
-        self._view(values, "gate", row.args["gate"])
         self._view(values, "dst", row.args["dst"])
-        values |= {"weight": self.address("weight", row.args["weight"]), "eps": float(row.args["eps"])}
+        values["eps"] = float(row.args["eps"])
 
     def _flag(self, append: Row) -> int:
         return self.schedule.extras["flags"].start + 16 * next(i for i, r in enumerate(self._appends) if r.calls == append.calls)

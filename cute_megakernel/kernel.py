@@ -97,7 +97,7 @@ def _prepare(sm: Sm):
         ptx.mbarrier_init(region(sm, "ids_ready"), 1)
         ptx.mbarrier_init(region(sm, "ids_free"), 1)
         ptx.fence_barrier_init()
-    if sm.thread < 16:
+    if sm.thread < 128:
         ptx.st_shared_b32(region(sm, "zero") + sm.thread * 4, Int32(0))
 
 

@@ -53,6 +53,10 @@ def st_shared_b32(addr: Int32, value: Int32):
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
+def st_shared_b64(addr: Int32, value: Int64):
+    inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
 def st_shared_f32(addr: Int32, value: Float32):
     inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
@@ -246,6 +250,31 @@ def max_u32(a: Int32, b: Int32) -> Int32:
     return inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
+def above_u32(a: Int32, b: Int32, tie: Boolean) -> Boolean:
+    """a > b as unsigned numbers, or equal and `tie`."""
+    text = (
+        "{ .reg .pred p; .reg .pred q; .reg .pred t; setp.ne.s32 t, {$r2}, 0; setp.gt.u32 p, {$r0}, {$r1};"
+        " setp.eq.and.b32 q, {$r0}, {$r1}, t; or.pred p, p, q; selp.b32 {$w0}, 1, 0, p; }"
+    )
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b, Int32(tie)]) != 0
+
+
+def not_below_u32(a: Int32, b: Int32) -> Boolean:
+    text = "{ .reg .pred p; setp.ge.u32 p, {$r0}, {$r1}; selp.b32 {$w0}, 1, 0, p; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b]) != 0
+
+
+def ballot(condition: Boolean) -> Int32:
+    text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; vote.sync.ballot.b32 {$w0}, p, 0xffffffff; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(condition)])
+
+
+def first_bit(value: Int32) -> Int32:
+    """Place of the lowest set bit."""
+    text = "{ .reg .b32 t; brev.b32 t, {$r0}; bfind.shiftamt.u32 {$w0}, t; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+
+
 def shfl_xor(value: Float32, mask: int) -> Float32:
     text = f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {mask}, 31, 0xffffffff;"
     return inline_ptx(text, write_only_types=[Float32], read_only_args=[value])
@@ -323,7 +352,8 @@ def rsqrt_approx(x: Float32) -> Float32:
 
 
 def div_full(a: Float32, b: Float32) -> Float32:
-    return inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+    """a / b within 2 ulp, over the whole range."""
+    return inline_ptx("div.full.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 def fmax(a: Float32, b: Float32) -> Float32:

@@ -12,7 +12,7 @@ import torch
 from cute_megakernel.lowering import lower, pitch_bytes, x_pitch
 from cute_megakernel.recording import Buffer, Recording
 from cute_megakernel.rows import STREAMED, Code, Row
-from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, most_slots
+from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, expert_chunk, most_slots
 from kimi_kernels.config import KimiConfig
 
 SMALLEST_X = 20480  # the query of 16 heads in mla_decode
@@ -66,6 +66,8 @@ def kernel_shape(config: KimiConfig, rows: int, sms: int, x_bytes: int) -> Kerne
         num_experts=config.num_experts,
         top_k=config.top_k,
         mxfp4=config.mxfp4_experts,
+        up_chunk=expert_chunk(config.expert_in, config.mxfp4_experts),
+        down_chunk=expert_chunk(config.expert_size, config.mxfp4_experts),
         x_bytes=x_bytes,
         sms=sms,
         slots=0,

@@ -12,6 +12,7 @@ MAX_SPLITS = 32  # parts of a sequence in mla_decode
 SPLIT_TOKENS = 64
 DECODE_TOKENS = 128  # tokens that mla_decode scores at a time
 MAX_BANK = 8
+CHUNK = 4  # blocks that one warp takes in a row, of all other projections
 MAX_PICKS = 128  # distinct experts of one step
 
 
@@ -30,6 +31,8 @@ class KernelShape:
     num_experts: int
     top_k: int
     mxfp4: bool
+    up_chunk: int  # blocks of a tile that one warp takes in a row: moe_gate_up
+    down_chunk: int  # moe_down
     x_bytes: int
     sms: int
     slots: int
@@ -44,6 +47,12 @@ class KernelShape:
     @property
     def block_bytes(self) -> int:
         return 272 if self.mxfp4 else 512
+
+
+def expert_chunk(width: int, mxfp4: bool) -> int:
+    """Most blocks in a row for a warp, up to 4, that divide the blocks of `width` inputs."""
+    blocks = -(-width // (64 if mxfp4 else 32))
+    return next(chunk for chunk in (4, 3, 2, 1) if blocks % chunk == 0 and (mxfp4 or chunk != 3))
 
 
 @dataclass(frozen=True)
@@ -73,13 +82,13 @@ class SharedLayout:
             "empty": 8 * 32,
             "ids_ready": 8,
             "ids_free": 8,
-            "zero": 64,
+            "zero": 512,
             "row": 3 * 4 * FIELD_WORDS,  # two of the consumers in turn, one of the streaming warp
             "scratch": 2048,
             "ids": 4 * (MAX_PICKS + 4),
             "slot_of": 8 * MAX_PICKS,
             "pick_weights": 4 * 8 * 32,
-            "local": 4 * (8 * s.kda_head_dim + 32),
+            "local": 4 * (9 * s.kda_head_dim + 32),
             "sums": max(2 * s.tiles_in_group * CONSUMER_WARPS * s.rows * 32, 4 * 16 * DECODE_TOKENS),
             "x": s.x_bytes,
             "ring": s.slots * SLOT_BYTES,

@@ -12,10 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, advance, exp, finish_segment, float_of, poll_word, region, ring_slot, rms_scale, sigmoid, warp_sum, word_address)
+from cute_megakernel.core import (Fields, Sm, address_of, advance, exp, finish_segment, float_of, poll_word, region, ring_slot, rms_scale, sigmoid, warp_sum, warp_sums, word_address)
 from cute_megakernel.shape import CONSUMER_WARPS, SLOT_BYTES
 
-LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o")  # head_dim floats each, then beta
+LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o", "dt_bias", "norm")  # head_dim floats each, then two numbers
 L2_EPS = 1.0e-6
 TAPS = 4
 
@@ -24,8 +24,9 @@ def local(sm: Sm, name: str) -> Int32:
     return region(sm, "local") + LOCAL.index(name) * sm.shape.kda_head_dim * 4
 
 
-def beta_address(sm: Sm) -> Int32:
-    return region(sm, "local") + len(LOCAL) * sm.shape.kda_head_dim * 4
+def number(sm: Sm, index: int) -> Int32:
+    """0: beta, raw before kda_gate; 1: A_log."""
+    return region(sm, "local") + (len(LOCAL) * sm.shape.kda_head_dim + index) * 4
 
 
 @cute.jit
@@ -73,6 +74,30 @@ def causal_conv1d(sm: Sm, f: Fields, item: Int32):
             ptx.st_global_u16(window + (TAPS - 2) * row_bytes, new)
         ptx.st_shared_f32(local(sm, "q") + sm.thread * 4, z)
         put(sm, f, "dst", "dst_pitch", r, channel, z)
+    elif sm.thread < 4 * K:
+        _fetch(sm, f, r, h, sm.thread - 3 * K)
+
+
+@cute.jit
+def _fetch(sm: Sm, f: Fields, r: Int32, h: Int32, k: Int32):
+    """What the rows behind this one need from memory, on its way while the convolution waits for its own."""
+    K = sm.shape.kda_head_dim
+    dt = ptx.ld_global_f32(address_of(f, "weight2") + Int64(h * K + k) * 4)
+    norm = ptx.ld_global_f32(address_of(f, "norm") + Int64(k) * 4)
+    if k == 0:
+        ptx.st_shared_f32(number(sm, 1), ptx.ld_global_f32(address_of(f, "A_log") + Int64(h) * 4))
+        word = poll_word(sm, f.number, f["beta"] + r * f["beta_pitch"] + h // 2, sm.tag)
+        ptx.st_shared_f32(number(sm, 0), half_of(word, h))
+    ptx.st_shared_f32(local(sm, "dt_bias") + k * 4, dt)
+    ptx.st_shared_f32(local(sm, "norm") + k * 4, norm)
+    if f["gate"] >= 0:
+        word = poll_word(sm, f.number, f["gate"] + r * f["gate_pitch"] + (h * K + k) // 2, sm.tag)
+        ptx.st_shared_f32(local(sm, "gate") + k * 4, half_of(word, k))
+
+
+def half_of(word: Int32, index: Int32) -> Float32:
+    """Column `index` of the pair that holds it."""
+    return ptx.select_f32(index % 2 == 0, ptx.low_bf16(word), ptx.high_bf16(word))
 
 
 @cute.jit
@@ -89,8 +114,8 @@ def kda_gate(sm: Sm, f: Fields, item: Int32):
     r, h = item // H, item % H
     bound = float_of(f, "p0")
     if sm.thread < K:
-        rate = ptx.fmin(exp(ptx.ld_global_f32(address_of(f, "weight") + Int64(h) * 4)), Float32(3.4028234663852886e38))
-        dt = ptx.ld_global_f32(address_of(f, "weight2") + Int64(h * K + sm.thread) * 4)
+        rate = ptx.fmin(exp(ptx.ld_shared_f32(number(sm, 1))), Float32(3.4028234663852886e38))
+        dt = ptx.ld_shared_f32(local(sm, "dt_bias") + sm.thread * 4)
         raw = ptx.ld_shared_f32(local(sm, "decay") + sm.thread * 4) + dt
         decay = bound * sigmoid(rate * raw)
         if bound == Float32(0.0):
@@ -98,9 +123,8 @@ def kda_gate(sm: Sm, f: Fields, item: Int32):
         ptx.st_shared_f32(local(sm, "log_decay") + sm.thread * 4, decay)
         put(sm, f, "dst", "dst_pitch", r, h * K + sm.thread, decay)
     if sm.thread == K:
-        word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + h // 2, sm.tag)
-        beta = sigmoid(ptx.select_f32(h % 2 == 0, ptx.low_bf16(word), ptx.high_bf16(word)))
-        ptx.st_shared_f32(beta_address(sm), beta)
+        beta = sigmoid(ptx.ld_shared_f32(number(sm, 0)))
+        ptx.st_shared_f32(number(sm, 0), beta)
         put(sm, f, "tap", "tap_pitch", r, h, beta)
 
 
@@ -147,29 +171,30 @@ def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
         q[i], k[i], decay[i] = q[i] * q_scale, k[i] * k_scale, exp(decay[i])
         kq = kq + q[i] * k[i]
     kq = warp_sum(kq)
-    beta = ptx.ld_shared_f32(beta_address(sm))
+    beta = ptx.ld_shared_f32(number(sm, 0))
     pool = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-    for s in cutlass.range_constexpr(slots):
-        for v in cutlass.range_constexpr(warp_rows):
-            at = (s * warp_rows + v) * per_lane
-            value_row = s * slot_rows + sm.warp * warp_rows + v
-            seen, read = Float32(0.0), Float32(0.0)
-            for i in cutlass.range_constexpr(per_lane):
-                state[at + i] = state[at + i] * decay[i]
-                seen, read = seen + state[at + i] * k[i], read + state[at + i] * q[i]
-            seen, read = warp_sum(seen), warp_sum(read)
-            value = ptx.ld_shared_f32(local(sm, "v") + value_row * 4)
-            correction = beta * (value - seen)
-            o = read + kq * correction
-            if slot < 0:
-                o = Float32(0.0)
-            for i in cutlass.range_constexpr(per_lane):
-                state[at + i] = state[at + i] + correction * k[i]
-            if slot >= 0:
-                _store_row(pool + Int64(value_row * K + sm.lane * per_lane) * 4, state, at, per_lane)
-            if sm.lane == 0:
-                ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
-                put(sm, f, "dst", "dst_pitch", r, h * K + value_row, o)
+    count = slots * warp_rows
+    seen, read = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+    for v in cutlass.range_constexpr(count):
+        seen[v], read[v] = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(per_lane):
+            at = v * per_lane + i
+            state[at] = state[at] * decay[i]
+            seen[v], read[v] = seen[v] + state[at] * k[i], read[v] + state[at] * q[i]
+    warp_sums(seen, count)
+    warp_sums(read, count)
+    for v in cutlass.range_constexpr(count):
+        value_row = (v // warp_rows) * slot_rows + sm.warp * warp_rows + v % warp_rows
+        value = ptx.ld_shared_f32(local(sm, "v") + value_row * 4)
+        correction = beta * (value - seen[v])
+        o = ptx.select_f32(slot < 0, Float32(0.0), read[v] + kq * correction)
+        for i in cutlass.range_constexpr(per_lane):
+            state[v * per_lane + i] = state[v * per_lane + i] + correction * k[i]
+        if slot >= 0:
+            _store_row(pool + Int64(value_row * K + sm.lane * per_lane) * 4, state, v * per_lane, per_lane)
+        if sm.lane == 0:
+            ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
+            put(sm, f, "dst", "dst_pitch", r, h * K + value_row, o)
     return pos
 
 
@@ -212,19 +237,13 @@ def gated_rms_norm(sm: Sm, f: Fields, item: Int32):
         scale = rms_scale(warp_sum(squares), Float32(K), float_of(f, "eps"))
         if sm.thread < K // 2:
             column = 2 * sm.thread
-            g0, g1 = Float32(0.0), Float32(0.0)
-            if f["gate"] >= 0:
-                word = poll_word(sm, f.number, f["gate"] + r * f["gate_pitch"] + (h * K + column) // 2, sm.tag)
-                g0, g1 = ptx.low_bf16(word), ptx.high_bf16(word)
-            else:
-                g0 = ptx.ld_shared_f32(local(sm, "gate") + column * 4)
-                g1 = ptx.ld_shared_f32(local(sm, "gate") + column * 4 + 4)
-            weight = address_of(f, "weight") + Int64(column) * 4
-            y0 = ptx.ld_shared_f32(local(sm, "o") + column * 4) * scale * ptx.ld_global_f32(weight) * sigmoid(g0)
-            y1 = ptx.ld_shared_f32(local(sm, "o") + column * 4 + 4) * scale * ptx.ld_global_f32(weight + 4)
-            y1 = y1 * sigmoid(g1)
+            y = cute.make_rmem_tensor(2, Float32)
+            for i in cutlass.range_constexpr(2):
+                at = (column + i) * 4
+                normed = ptx.ld_shared_f32(local(sm, "o") + at) * scale * ptx.ld_shared_f32(local(sm, "norm") + at)
+                y[i] = normed * sigmoid(ptx.ld_shared_f32(local(sm, "gate") + at))
             at = f["dst"] + r * f["dst_pitch"] + (h * K + column) // 2
-            ptx.st_word(word_address(sm, at), ptx.pack_bf16(y0, y1), sm.tag)
+            ptx.st_word(word_address(sm, at), ptx.pack_bf16(y[0], y[1]), sm.tag)
 
 
 

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 from cute_megakernel import ptx
 from cute_megakernel.core import (Fields, Sm, address_of, finish_segment, float_of, poll_pair, region, sync, word_address)
 from cute_megakernel.rows import Epilogue
-from cute_megakernel.shape import SLOT_BYTES
+from cute_megakernel.shape import CHUNK, SLOT_BYTES
 from cute_megakernel.stages.activation import situ, swiglu
 from cute_megakernel.stages.argmax import better, publish_best
 from cute_megakernel.stages.output_gate import output_gate
@@ -38,7 +38,12 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
         for place in range(count):
             tile = (start + place) % total
             xs = x + (step // 64) * (x_off + (tile // batch_tiles - first_batch) * x_batch)
-            held, c0, c1 = multiply_tile(sm, pos, held, (start + place - low) * kb, tile, kb, xs, step, False)
+            first_block = (start + place - low) * kb
+            c0, c1 = Float32(0.0), Float32(0.0)
+            if kb % CHUNK == 0:
+                held, c0, c1 = multiply_tile(sm, pos, held, first_block, tile, kb, xs, step, False, CHUNK)
+            else:
+                held, c0, c1 = multiply_tile(sm, pos, held, first_block, tile, kb, xs, step, False, 1)
             put_sums(sm, turn, place, c0, c1)
         sync(sm)
         place, row, half, mine = unit_of_thread(sm, count)

@@ -18,6 +18,7 @@ from cute_megakernel.core import (Fields, LOG2E, POLLS_BETWEEN_LOOKS, Sm, addres
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DECODE_TOKENS, MAX_SPLITS, SPLIT_TOKENS
 
 HEADS = 16  # of one unit
+VALUE_TOKENS = 16
 NO_SCORE = -1.0e30
 
 
@@ -119,11 +120,13 @@ def _attend(sm: Sm, f: Fields, r: Int32, head: Int32, part: Int32, start: Int32,
     first = start
     while first < end:
         count = ptx.select(end - first < DECODE_TOKENS, end - first, Int32(DECODE_TOKENS))
-        _scores(sm, f, r, first, count)
+        _row_addresses(sm, f, r, first, count)
+        sync(sm)
+        _scores(sm, count)
         sync(sm)
         top, total = _softmax(sm, count, top, total, float_of(f, "scale"))
         sync(sm)
-        _values(sm, f, r, first, count, acc)
+        _values(sm, count, acc)
         sync(sm)
         first += DECODE_TOKENS
     _publish(sm, f, r, head, part, acc, top, total)
@@ -158,15 +161,26 @@ def _load_query(sm: Sm, f: Fields, r: Int32, head: Int32):
         i += CONSUMERS
 
 
+def row_of_token(sm: Sm, token: Int32) -> Int64:
+    """Address of a cached row of the tokens at hand."""
+    return ptx.ld_shared_b64(region(sm, "scratch") + 256 + token * 8)
+
+
 @cute.jit
-def _scores(sm: Sm, f: Fields, r: Int32, first: Int32, count: Int32):
+def _row_addresses(sm: Sm, f: Fields, r: Int32, first: Int32, count: Int32):
+    """Addresses of the cached rows, by token; past the last one, the first again."""
+    if sm.thread < DECODE_TOKENS:
+        token = ptx.select(sm.thread < count, sm.thread, Int32(0))
+        ptx.st_shared_b64(region(sm, "scratch") + 256 + sm.thread * 8, row_address(sm, f, r, first + token))
+
+
+@cute.jit
+def _scores(sm: Sm, count: Int32):
     """Products of 16 queries and 8 cached rows a warp, on the tensor cores."""
     width = sm.shape.kv_lora_rank + sm.shape.qk_rope_dim
     blocks = -(-width // 32)
     if sm.warp * 8 < count:
-        token = sm.warp * 8 + sm.group
-        token = ptx.select(token < count, token, Int32(0))
-        row = row_address(sm, f, r, first + token) + Int64(sm.quad) * 16
+        row = row_of_token(sm, sm.warp * 8 + sm.group) + Int64(sm.quad) * 16
         c = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
         d = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
         query = region(sm, "x") + sm.group * query_pitch(sm) + sm.quad * 16
@@ -212,11 +226,10 @@ def _softmax(sm: Sm, count: Int32, top: Float32, total: Float32, scale: Float32)
 
 
 @cute.jit
-def _values(sm: Sm, f: Fields, r: Int32, first: Int32, count: Int32, acc: cute.Tensor):
-    """acc = acc * old + sum over tokens of p * latent; two columns and 8 heads a thread, eight tokens at a time."""
+def _values(sm: Sm, count: Int32, acc: cute.Tensor):
+    """acc = acc * old + sum over tokens of p * latent; two columns and 8 heads a thread, 16 loads on their way."""
     L = sm.shape.kv_lora_rank
-    columns = CONSUMERS
-    steps = -(-L // columns)
+    steps = -(-L // CONSUMERS)
     half = HEADS // 2
     side, pair = sm.thread // (CONSUMERS // 2), sm.thread % (CONSUMERS // 2)
     for h in cutlass.range_constexpr(half):
@@ -224,22 +237,25 @@ def _values(sm: Sm, f: Fields, r: Int32, first: Int32, count: Int32, acc: cute.T
         for s in cutlass.range_constexpr(steps):
             at = 2 * (s * half + h)
             acc[at], acc[at + 1] = acc[at] * old, acc[at + 1] * old
-    for token in range(0, count, 4):
-        for s in cutlass.range_constexpr(steps):
-            column = 2 * pair + s * columns
-            if column < L:
-                words = cute.make_rmem_tensor(4, Int32)
-                for t in cutlass.range_constexpr(4):
-                    inside = token + t < count
-                    row = row_address(sm, f, r, first + ptx.select(inside, token + t, Int32(0)))
-                    word = ptx.ld_fresh_b32(row + Int64(column) * 2)
-                    words[t] = ptx.select(inside, word, Int32(0))
+    for s in cutlass.range_constexpr(steps):
+        column = 2 * pair + s * CONSUMERS
+        if column < L:
+            for token in range(0, count, VALUE_TOKENS):
+                words = cute.make_rmem_tensor(VALUE_TOKENS, Int32)
+                for t in cutlass.range_constexpr(VALUE_TOKENS):
+                    words[t] = ptx.ld_fresh_b32(row_of_token(sm, token + t) + Int64(column) * 2)
                 for h in cutlass.range_constexpr(half):
-                    at = 2 * (s * half + h)
-                    p = ptx.ld_shared_v4_f32(probability(sm, side * half + h, token))
-                    for t in cutlass.range_constexpr(4):
-                        acc[at] = acc[at] + p[t] * ptx.low_bf16(words[t])
-                        acc[at + 1] = acc[at + 1] + p[t] * ptx.high_bf16(words[t])
+                    _add_tokens(sm, side * half + h, token, words, acc, 2 * (s * half + h))
+
+
+@cute.jit
+def _add_tokens(sm: Sm, head: Int32, token: Int32, words: cute.Tensor, acc: cute.Tensor, at):
+    """One head; a token past the last one repeats the first with p = 0, which a NaN there would not survive anyway."""
+    for t in cutlass.range_constexpr(0, VALUE_TOKENS, 4):
+        p = ptx.ld_shared_v4_f32(probability(sm, head, token + t))
+        for i in cutlass.range_constexpr(4):
+            acc[at] = acc[at] + p[i] * ptx.low_bf16(words[t + i])
+            acc[at + 1] = acc[at + 1] + p[i] * ptx.high_bf16(words[t + i])
 
 
 @cute.jit

@@ -92,7 +92,8 @@ def _expert(sm: Sm, f: Fields, pos: Int32, held: Int32, first_block: Int32, expe
         weight = ptx.ld_shared_f32(region(sm, "pick_weights") + ((sm.group + f["r0"]) * 32 + pick) * 4)
     for place in range(high - low):
         held, c0, c1 = multiply_tile(
-            sm, pos, held, first_block + place * kb, low + place, kb, x, step, sm.shape.mxfp4
+            sm, pos, held, first_block + place * kb, low + place, kb, x, step, sm.shape.mxfp4,
+            sm.shape.down_chunk,
         )
         if picked:
             sums = sums_address(sm, Int32(0), place) + (sm.warp * sm.shape.rows + sm.group) * 32 + sm.quad * 8

@@ -42,7 +42,8 @@ def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
             for place in range(count):
                 local = tile + place - expert * total
                 held, c0, c1 = multiply_tile(
-                    sm, pos, held, (tile + place - first) * kb, local, kb, x, step, sm.shape.mxfp4
+                    sm, pos, held, (tile + place - first) * kb, local, kb, x, step, sm.shape.mxfp4,
+                    sm.shape.up_chunk,
                 )
                 put_sums(sm, turn, place, c0, c1)
             sync(sm)

@@ -6,9 +6,10 @@ A tile is 8 outputs; its inputs come in blocks, each a contiguous piece of the r
     MXFP4      64 inputs, 272 bytes: lane (g, t) finds 8 codes of either half at its 8 bytes; behind them 8 pairs of
                scales, one pair an output
 
-One `mma.m16n8k16` multiplies 16 inputs of 8 outputs by up to 8 batch rows. Block b of a tile belongs to warp
-(b + tile * blocks) % 16, wherever the tile lies in the ring and whichever SM has it, and the sums of the warps are added
-in the order of the warps: an output has the same bits in every schedule, and a batch row does not depend on the others.
+One `mma.m16n8k16` multiplies 16 inputs of 8 outputs by up to 8 batch rows. A warp takes a few blocks in a row, a chunk;
+chunk c of a tile belongs to warp (c + tile * chunks) % 16, wherever the tile lies in the ring and whichever SM has it,
+and the sums of the warps are added in the order of the warps: an output has the same bits in every schedule, and a
+batch row does not depend on the others.
 """
 
 import cutlass
@@ -31,48 +32,65 @@ def x_address(sm: Sm, pitch: Int32, rows: Int32) -> Int32:
 @cute.jit
 def multiply_tile(
     sm: Sm, pos: Int32, held: Int32, first_block: Int32, tile: Int32, kb: Int32, x: Int32, step: Int32,
-    mxfp4: cutlass.Constexpr,
+    mxfp4: cutlass.Constexpr, chunk: cutlass.Constexpr,
 ):  # fmt: skip
     """This warp's share of one tile whose blocks start at `first_block` of the segment. -> held slot, two sums
 
-    `x` is the address of the tile's first input for this lane, `step` the bytes between blocks (0 on zeros). The lane
-    ends up with outputs 2 * quad and 2 * quad + 1 of batch row `group`.
+    `chunk` blocks in a row belong to one warp; kb is a multiple of it. `x` is the address of the tile's first input for
+    this lane, `step` the bytes between blocks (0 on zeros). The lane ends up with outputs 2 * quad and 2 * quad + 1 of
+    batch row `group`.
     """
     nbytes = 272 if mxfp4 else 512
-    per_slot = SLOT_BYTES // nbytes
-    c0, c1, d0, d1 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
-    k = (sm.warp - tile * kb) & (CONSUMER_WARPS - 1)
-    while k < kb:
-        block = first_block + k
-        slot = block // per_slot
-        held = advance(sm, pos, held, slot)
-        address = ring_slot(sm, pos + slot) + (block - slot * per_slot) * nbytes
+    in_slot = SLOT_BYTES // nbytes // chunk
+    inputs = (128 if mxfp4 else 64) * chunk
+    chunks, first = kb // chunk, first_block // chunk
+    sums = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+    k = (sm.warp - tile * chunks) & (CONSUMER_WARPS - 1)
+    stride = ptx.select(step > 0, Int32(inputs), Int32(0))
+    base = ring_slot(sm, pos + held)
+    while k < chunks:
+        slot = (first + k) // in_slot
+        if slot != held:
+            held = advance(sm, pos, held, slot)
+            base = ring_slot(sm, pos + held)
+        address = base + (first + k - slot * in_slot) * (nbytes * chunk)
         if cutlass.const_expr(mxfp4):
-            c0, c1, d0, d1 = _mxfp4_block(sm, address, x + k * step, step, c0, c1, d0, d1)
+            sums = _mxfp4_blocks(sm, address, x + k * stride, chunk, sums)
         else:
-            w0, w1, w2, w3 = ptx.ld_shared_v4_b32(address + sm.lane * 16)
-            a0, a1, a2, a3 = ptx.ld_shared_v4_b32(x + k * step)
-            c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, w0, w1)
-            d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, w2, w3)
+            sums = _bf16_blocks(sm, address, x + k * stride, chunk, sums)
         k += CONSUMER_WARPS
-    return held, c0 + d0, c1 + d1
+    return held, sums[0] + sums[2], sums[1] + sums[3]
 
 
 @cute.jit
-def _mxfp4_block(
-    sm: Sm, address: Int32, x: Int32, step: Int32, c0: Float32, c1: Float32, d0: Float32, d1: Float32
-):
-    """64 inputs: codes become bfloat16 values times 2^-126, the scale times 2^126 brings them back, exactly."""
-    low, high = ptx.ld_shared_v2_b32(address + sm.lane * 8)
-    scales = ptx.ld_shared_u16(address + 256 + sm.group * 2)
-    a0, a1, a2, a3 = ptx.ld_shared_v4_b32(x)
-    p0, p1, p2, p3 = decode_codes(low, (scales & 0xFF) + 126)
-    c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, p0, p1)
-    d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, p2, p3)
-    a0, a1, a2, a3 = ptx.ld_shared_v4_b32(x + step // 2)
-    p0, p1, p2, p3 = decode_codes(high, (scales >> 8) + 126)
-    c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, p0, p1)
-    d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, p2, p3)
+def _bf16_blocks(sm: Sm, address: Int32, x: Int32, chunk: cutlass.Constexpr, sums: tuple):
+    """32 inputs each; all loads before the first product."""
+    c0, c1, d0, d1 = sums
+    w, a = [], []
+    for i in cutlass.range_constexpr(chunk):
+        w.append(ptx.ld_shared_v4_b32(address + sm.lane * 16 + i * 512))
+        a.append(ptx.ld_shared_v4_b32(x + i * 64))
+    for i in cutlass.range_constexpr(chunk):
+        c0, c1 = ptx.mma_bf16(c0, c1, a[i][0], a[i][1], w[i][0], w[i][1])
+        d0, d1 = ptx.mma_bf16(d0, d1, a[i][2], a[i][3], w[i][2], w[i][3])
+    return c0, c1, d0, d1
+
+
+@cute.jit
+def _mxfp4_blocks(sm: Sm, address: Int32, x: Int32, chunk: cutlass.Constexpr, sums: tuple):
+    """64 inputs each: codes become bfloat16 values times 2^-126, the scale times 2^126 brings them back, exactly."""
+    c0, c1, d0, d1 = sums
+    words, scales = [], []
+    for i in cutlass.range_constexpr(chunk):
+        words.append(ptx.ld_shared_v2_b32(address + sm.lane * 8 + i * 272))
+        scales.append(ptx.ld_shared_u16(address + sm.group * 2 + i * 272 + 256))
+    for i in cutlass.range_constexpr(chunk):
+        for half in cutlass.range_constexpr(2):
+            a0, a1, a2, a3 = ptx.ld_shared_v4_b32(x + i * 128 + half * 64)
+            exponent = ((scales[i] >> 8) if half else (scales[i] & 0xFF)) + 126
+            p0, p1, p2, p3 = decode_codes(words[i][half], exponent)
+            c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, p0, p1)
+            d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, p2, p3)
     return c0, c1, d0, d1
 
 
