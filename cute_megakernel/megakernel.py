@@ -18,6 +18,7 @@ from cute_megakernel.encode import Encoder
 from cute_megakernel.images import image
 from cute_megakernel.recording import Pool, Weight, record_local_step, weight_paths
 from cute_megakernel.schedule import Schedule, make_schedule
+from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput
 from kimi_kernels.state import Batch, State
@@ -30,7 +31,7 @@ OVERLAP = 1 << 30
 NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has
 
 
-class MegakernelError(RuntimeError):
+class MegakernelError(BackendError):
     """A launch that could not finish; says which row of the table waited in vain, and where."""
 
 

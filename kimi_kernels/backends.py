@@ -23,7 +23,7 @@ MEGAKERNEL_CAPABILITIES = (9, 10)  # sm_90a, sm_100a
 
 
 class BackendError(RuntimeError):
-    """A backend that cannot run here; says what is missing."""
+    """A backend that cannot run here, or to the end; says what is missing."""
 
 
 def make_ops(backend: str, device: torch.device | str = "cpu", collectives: dict[str, Callable] | None = None):

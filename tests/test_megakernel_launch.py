@@ -29,7 +29,7 @@ from kimi_kernels.decoder import Decoder
 pytestmark = pytest.mark.gpu
 REPLAYS = 300
 ROWS = 4
-LIMIT_S = 0.05
+LIMIT_S = 0.3  # other processes may have the device meanwhile
 
 
 def first_case(model):
@@ -163,7 +163,7 @@ def test_a_withheld_signal_ends_with_a_name_mini(family, what):
     began = time.monotonic()
     with pytest.raises(MegakernelError, match=rf"row \d+ \(.+\) on SM \d+ waited more than {LIMIT_S:g} s") as caught:
         run(kernel, tokens, batch)
-    assert time.monotonic() - began < LIMIT_S + 1
+    assert time.monotonic() - began < LIMIT_S + 2
     named = int(str(caught.value).split()[1])
     assert number <= named <= number + 12, f"row {number} was cut, {caught.value}"
     kernel.work.copy_(whole)
@@ -178,7 +178,7 @@ def half_the_device() -> int:
 def test_two_launches_of_one_instance_end_with_an_error_mini():
     """On two streams, each small enough to run beside the other; then the instance works again."""
     model = mini("k3")
-    kernel = kernel_of(model, ROWS, sms=half_the_device(), delay_seed=1, limit_s=0.2)
+    kernel = kernel_of(model, ROWS, sms=half_the_device(), delay_seed=1, limit_s=LIMIT_S)
     start = [pool.clone() for pool in pools(kernel.state)]
     tokens, batch = first_case(model)
     want, streams, errors = run(kernel, tokens, batch), [torch.cuda.Stream() for _ in range(2)], []
