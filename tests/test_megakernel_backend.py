@@ -1,4 +1,4 @@
-"""What `--backend megakernel` says where it cannot run: each message names what is missing, before anything is loaded."""
+"""What `--backend megakernel` says where it cannot run: each message names what is missing, before a load."""
 
 import dataclasses
 import importlib.util
