@@ -29,7 +29,7 @@ from kimi_kernels import cli, reference
 from kimi_kernels.backends import make_ops, single_rank
 from kimi_kernels.compare import assert_same_bits
 from kimi_kernels.compare_fused import Walk, compare_fused
-from kimi_kernels.compare_step import StepReport
+from kimi_kernels.compare_step import OverBound, StepReport
 from kimi_kernels.decode_step import decode_step
 from kimi_kernels.decoder import Decoder
 from kimi_kernels.mini import make_mini
@@ -71,6 +71,18 @@ def test_every_op_of_a_step_is_within_its_bound_mini(family, rows):
 def test_a_few_layers_alone_mini(family, count):
     """Fault C15: layer counts of 1, 2, 3."""
     assert walk_steps(some_layers(mini(family), count), 2, [5, 70], steps=2).passed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wrong_weight_is_named_by_its_op_mini(family):
+    """One image off by a tenth, in the middle of the fused kernel."""
+    model = some_layers(mini(family), 3)
+    kernel = kernel_of(model, 2, taps=True)
+    row = next(row for row in kernel.schedule.rows if row.place.layer == 1 and row.name.endswith("o_proj"))
+    model.images.image(row.args["image"], row.args["weight"]).mul_(1.1)
+    walk = Walk(model.config, model.weights, kernel, StepReport())
+    with pytest.raises(OverBound, match=rf"{row.place}, right side \(megakernel\): linear: y"):
+        walk.step(tokens_of(model, 2), batch_of([4, 1], [20, 3]))
 
 
 @pytest.fixture
