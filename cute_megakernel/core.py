@@ -140,21 +140,32 @@ def poll_quads(sm: Sm, row: Int32, start: Int32, count: Int32, quads: cutlass.Co
                 ready = Int32(1)
 
 
-# The ring: slots of weights in the order of the table; `pos` counts slots since the start of the launch
+# The ring: slots of weights in the order of the table. A cursor counts slots round the ring twice, 0 ... 2 * slots - 1:
+# its slot, and in which of two turns, which is the parity of the slot's barriers
 
 
-def ring_slot(sm: Sm, pos: Int32) -> Int32:
-    return region(sm, "ring") + (pos % sm.shape.slots) * SLOT_BYTES
+def slot_index(sm: Sm, cursor: Int32) -> Int32:
+    return ptx.select(cursor < sm.shape.slots, cursor, cursor - sm.shape.slots)
 
 
-@cute.jit
-def wait_full(sm: Sm, pos: Int32):
-    wait_barrier(sm, region(sm, "full") + (pos % sm.shape.slots) * 8, (pos // sm.shape.slots) & 1)
+def next_slot(sm: Sm, cursor: Int32) -> Int32:
+    return ptx.select(cursor == 2 * sm.shape.slots - 1, Int32(0), cursor + 1)
 
 
-@cute.jit
-def wait_empty(sm: Sm, pos: Int32):
-    wait_barrier(sm, region(sm, "empty") + (pos % sm.shape.slots) * 8, ((pos // sm.shape.slots) & 1) ^ 1)
+def ring_slot(sm: Sm, cursor: Int32) -> Int32:
+    return region(sm, "ring") + slot_index(sm, cursor) * SLOT_BYTES
+
+
+def turn_of(sm: Sm, cursor: Int32) -> Int32:
+    return ptx.select(cursor < sm.shape.slots, Int32(0), Int32(1))
+
+
+def wait_full(sm: Sm, cursor: Int32):
+    wait_barrier(sm, region(sm, "full") + slot_index(sm, cursor) * 8, turn_of(sm, cursor))
+
+
+def wait_empty(sm: Sm, cursor: Int32):
+    wait_barrier(sm, region(sm, "empty") + slot_index(sm, cursor) * 8, turn_of(sm, cursor) ^ 1)
 
 
 @cute.jit
@@ -169,35 +180,39 @@ def wait_barrier(sm: Sm, address: Int32, parity: Int32):
                 done = Int32(1)
 
 
-@cute.jit
-def release(sm: Sm, pos: Int32):
+def release(sm: Sm, cursor: Int32):
     """This warp has read all it wants of the slot."""
-    ptx.sync_warp()
-    if sm.lane == 0:
-        ptx.mbarrier_arrive(region(sm, "empty") + (pos % sm.shape.slots) * 8)
+    ptx.mbarrier_arrive_lane0(region(sm, "empty") + slot_index(sm, cursor) * 8, sm.lane)
 
 
 @cute.jit
-def advance(sm: Sm, pos: Int32, held: Int32, wanted: Int32) -> Int32:
-    """Moves this warp from slot `held` of a segment (-1: none yet) to slot `wanted`, releasing all before it."""
+def advance(sm: Sm, cursor: Int32, held: Int32, wanted: Int32):
+    """Moves this warp from slot `held` of a segment (-1: none yet) to slot `wanted`. -> cursor, held
+
+    `cursor` is the slot that is held, or the first of the segment.
+    """
     while held < wanted:
         if held >= 0:
-            release(sm, pos + held)
+            release(sm, cursor)
+            cursor = next_slot(sm, cursor)
         held += 1
-        wait_full(sm, pos + held)
-    return held
+        wait_full(sm, cursor)
+    return cursor, held
 
 
 @cute.jit
-def finish_segment(sm: Sm, pos: Int32, held: Int32, slots: Int32) -> Int32:
-    """Releases what is left of a segment of `slots` slots. -> position of the next segment"""
-    while held < slots:
+def finish_segment(sm: Sm, cursor: Int32, held: Int32, slots: Int32) -> Int32:
+    """Releases what is left of a segment of `slots` slots. -> cursor of the next segment"""
+    while held < slots - 1:
         if held >= 0:
-            release(sm, pos + held)
+            release(sm, cursor)
+            cursor = next_slot(sm, cursor)
         held += 1
-        if held < slots:
-            wait_full(sm, pos + held)
-    return pos + slots
+        wait_full(sm, cursor)
+    if slots > 0:
+        release(sm, cursor)
+        cursor = next_slot(sm, cursor)
+    return cursor
 
 
 # Reductions

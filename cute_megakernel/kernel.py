@@ -1,4 +1,4 @@
-"""The kernel: every SM walks the table once. One warp streams weights through the ring, sixteen consume them.
+"""The kernel: every SM walks the table once. One warp streams weights through the ring, eight consume them.
 
     launch_megakernel(shape) compiles `launch`, whose arguments are addresses; `megakernel.py` owns the memory.
 
@@ -49,8 +49,9 @@ def launcher(shape: KernelShape):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        lane = thread % 32
-        smem = cute.arch.get_dyn_smem(Int32, 128).toint()
+        lane = ptx.opaque(thread % 32)
+        thread, block = ptx.opaque(thread), ptx.opaque(block)
+        smem = ptx.opaque(cute.arch.get_dyn_smem(Int32, 128).toint())
         batch = {
             "tokens": tokens, "slots": slots, "is_new": is_new, "seq_lens": seq_lens, "page_table": page_table,
             "next_tokens": next_tokens, "next_values": next_values, "max_pages": max_pages,
@@ -59,8 +60,8 @@ def launcher(shape: KernelShape):
         tag = (ptx.ld_fresh_b32(control) + 1) * TAGS_A_LAUNCH
         sm = Sm(
             shape=shape, layout=layout, smem=smem, words=words, control=control, tag=tag,
-            deadline=ptx.now_ns() + limit_ns, block=block, thread=thread, warp=warp, lane=lane, group=lane // 4,
-            quad=lane % 4, batch=batch,
+            deadline=ptx.now_ns() + limit_ns, block=block, thread=thread, warp=warp, lane=lane, group=ptx.opaque(lane // 4),
+            quad=ptx.opaque(lane % 4), batch=batch,
         )  # fmt: skip
         _prepare(sm)
         if _enter(sm) != 0:
@@ -89,7 +90,7 @@ def launcher(shape: KernelShape):
 
 @cute.jit
 def _prepare(sm: Sm):
-    """Barriers, zeros, and scratch for the whole launch."""
+    """Barriers, zeros, and the slots of the batch rows."""
     if sm.thread == 0:
         for i in range(sm.shape.slots):
             ptx.mbarrier_init(region(sm, "full") + i * 8, 1)
@@ -97,6 +98,13 @@ def _prepare(sm: Sm):
         ptx.mbarrier_init(region(sm, "ids_ready"), 1)
         ptx.mbarrier_init(region(sm, "ids_free"), 1)
         ptx.fence_barrier_init()
+    if sm.thread < sm.shape.rows:
+        slot = ptx.ld_table(sm.batch["slots"] + Int64(sm.thread) * 4)
+        fresh = ptx.ld_global_u8(sm.batch["is_new"] + Int64(sm.thread))
+        slot = ptx.select(slot >= sm.batch["first_valid_slot"], slot, Int32(-1))
+        ptx.st_shared_v2_b32(region(sm, "slots") + sm.thread * 8, slot, fresh)
+    if sm.thread == 0:
+        ptx.st_shared_b32(region(sm, "slots") + 64, Int32(0))
     if sm.thread < 128:
         ptx.st_shared_b32(region(sm, "zero") + sm.thread * 4, Int32(0))
 
@@ -126,8 +134,8 @@ def _leave(sm: Sm):
 
 @cute.jit
 def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
-    """The sixteen warps: row after row, the next row's words on their way meanwhile."""
-    pos, turn, row = Int32(0), Int32(0), Int32(0)
+    """The consumer warps: row after row, the next row's words on their way meanwhile."""
+    cursor, turn, row = Int32(0), Int32(0), Int32(0)
     low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
     first, end = ptx.ld_row(work)
     while row < rows:
@@ -142,7 +150,7 @@ def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
                 ptx.st_shared_v2_b32(region(sm, "row") + turn * (4 * FIELD_WORDS) + sm.lane * 8, low, high)
             sync(sm)
             _mark(sm, row, rows, 0)
-            pos = _do(sm, f, pos, first, end)
+            cursor = _do(sm, f, cursor, first, end)
             _mark(sm, row, rows, 1)
             turn = turn ^ 1
         low, high, first, end = next_low, next_high, next_first, next_end
@@ -150,17 +158,17 @@ def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
 
 
 @cute.jit
-def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _do(sm: Sm, f: Fields, cursor: Int32, first: Int32, end: Int32) -> Int32:
     """One row. -> position in the ring behind it"""
     code = f["code"]
     if code == Code.MIX:
         mix(sm, f)
     elif code == Code.LINEAR:
-        pos = linear(sm, f, pos, first, end)
+        cursor = linear(sm, f, cursor, first, end)
     elif code == Code.MOE_GATE_UP:
-        pos = moe_gate_up(sm, f, pos)
+        cursor = moe_gate_up(sm, f, cursor)
     elif code == Code.MOE_DOWN:
-        pos = moe_down(sm, f, pos, first, end)
+        cursor = moe_down(sm, f, cursor, first, end)
     elif code == Code.MOE_ROUTER:
         moe_router(sm, f)
     elif code == Code.CAUSAL_CONV1D:
@@ -168,7 +176,7 @@ def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     elif code == Code.KDA_GATE:
         kda_gate(sm, f, first)
     elif code == Code.KDA_RECURRENT:
-        pos = kda_recurrent(sm, f, pos, first)
+        cursor = kda_recurrent(sm, f, cursor, first)
     elif code == Code.GATED_RMS_NORM:
         gated_rms_norm(sm, f, first)
     elif code == Code.BANK_SCORES:
@@ -182,7 +190,7 @@ def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
         mla_combine(sm, f, first, end)
     elif code == Code.ARGMAX:
         argmax(sm, f)
-    return pos
+    return cursor
 
 
 @cute.jit

@@ -199,6 +199,15 @@ def mbarrier_arrive(addr: Int32):
     inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[addr])
 
 
+def mbarrier_arrive_lane0(addr: Int32, lane: Int32):
+    """One arrival of the warp, behind all that its lanes read."""
+    text = (
+        "{ .reg .pred p; setp.eq.s32 p, {$r1}, 0; bar.warp.sync 0xffffffff;"
+        " @p mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}]; }"
+    )
+    inline_ptx(text, read_only_args=[addr, lane])
+
+
 def mbarrier_expect(addr: Int32, nbytes: Int32):
     inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[addr, nbytes])
 
@@ -331,6 +340,11 @@ def high_bf16(pair: Int32) -> Float32:
     return inline_ptx(text, write_only_types=[Float32], read_only_args=[pair])
 
 
+def shift_half(pair: Int32, index: Int32) -> Int32:
+    """The bfloat16 of an even index (low half) or an odd one (high half), in the low half."""
+    return select(index % 2 == 0, pair & 0xFFFF, (pair >> 16) & 0xFFFF)
+
+
 def float_bits(value: Float32) -> Int32:
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
@@ -393,6 +407,11 @@ def red_or_shared(addr: Int32, bits: Int32):
 
 def popc(value: Int32) -> Int32:
     return inline_ptx("popc.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def opaque(value: Int32) -> Int32:
+    """The same value, in a register: the compiler does not compute it again where it is used."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def now_ns() -> Int64:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-CONSUMER_WARPS = 16
+CONSUMER_WARPS = 8
 CONSUMERS = CONSUMER_WARPS * 32
 THREADS = CONSUMERS + 32  # one more warp streams
 SLOT_BYTES = 16384
@@ -10,7 +10,7 @@ SHARED_BYTES = 232448  # most that a block may have, sm_90 and sm_100
 FIELD_WORDS = 64  # words of a table row
 MAX_SPLITS = 32  # parts of a sequence in mla_decode
 SPLIT_TOKENS = 64
-DECODE_TOKENS = 128  # tokens that mla_decode scores at a time
+DECODE_TOKENS = 64  # tokens that mla_decode scores at a time
 MAX_BANK = 8
 CHUNK = 4  # blocks that one warp takes in a row, of all other projections
 MAX_PICKS = 128  # distinct experts of one step
@@ -42,17 +42,21 @@ class KernelShape:
     @property
     def tiles_in_group(self) -> int:
         """Tiles whose partial sums are added up together."""
-        return 8 if self.rows <= 2 else 4
+        return 8
 
     @property
     def block_bytes(self) -> int:
         return 272 if self.mxfp4 else 512
 
+    def slot_blocks(self, chunk: int) -> int:
+        """Blocks of experts in a slot: whole chunks."""
+        return SLOT_BYTES // self.block_bytes // chunk * chunk
+
 
 def expert_chunk(width: int, mxfp4: bool) -> int:
-    """Most blocks in a row for a warp, up to 4, that divide the blocks of `width` inputs."""
+    """Blocks in a row for a warp: the most that divide the blocks of `width` inputs and leave little of a slot empty."""
     blocks = -(-width // (64 if mxfp4 else 32))
-    return next(chunk for chunk in (4, 3, 2, 1) if blocks % chunk == 0 and (mxfp4 or chunk != 3))
+    return next(chunk for chunk in ((7, 4, 3, 2, 1) if mxfp4 else (4, 2, 1)) if blocks % chunk == 0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class SharedLayout:
     ids_free: int
     zero: int
     row: int
+    slots: int
     scratch: int
     ids: int
     slot_of: int
@@ -84,12 +89,13 @@ class SharedLayout:
             "ids_free": 8,
             "zero": 512,
             "row": 3 * 4 * FIELD_WORDS,  # two of the consumers in turn, one of the streaming warp
+            "slots": 80,  # of each batch row: slot or -1, whether its state starts from zero; then: the ring went round
             "scratch": 2048,
             "ids": 4 * (MAX_PICKS + 4),
             "slot_of": 8 * MAX_PICKS,
             "pick_weights": 4 * 8 * 32,
             "local": 4 * (9 * s.kda_head_dim + 32),
-            "sums": max(2 * s.tiles_in_group * CONSUMER_WARPS * s.rows * 32, 4 * 16 * DECODE_TOKENS),
+            "sums": max(2 * s.tiles_in_group * CONSUMER_WARPS * s.rows * 32, 4 * 16 * DECODE_TOKENS, 1024 * s.rows),
             "x": s.x_bytes,
             "ring": s.slots * SLOT_BYTES,
         }

@@ -10,7 +10,18 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Fields, Sm, address_of, region, ring_slot, wait_barrier, wait_empty, wait_full
+from cute_megakernel.core import (
+    Fields,
+    Sm,
+    address_of,
+    next_slot,
+    region,
+    ring_slot,
+    slot_index,
+    wait_barrier,
+    wait_empty,
+    wait_full,
+)
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES
 from cute_megakernel.stages.kda import is_new, slot_of_row
@@ -20,7 +31,7 @@ from cute_megakernel.stages.moe_gate_up import share
 
 @cute.jit
 def stream(sm: Sm, fields: Int64, work: Int64, rows: Int32):
-    pos = Int32(0)
+    cursor = Int32(0)
     row = Int32(0)
     low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
     first, end = ptx.ld_row(work)
@@ -33,67 +44,70 @@ def stream(sm: Sm, fields: Int64, work: Int64, rows: Int32):
             ptx.sync_warp()
             ptx.st_shared_v2_b32(region(sm, "row") + 8 * FIELD_WORDS + sm.lane * 8, low, high)
             ptx.sync_warp()
-            pos = _stream_row(sm, f, pos, first, end)
+            cursor = _stream_row(sm, f, cursor, first, end)
         low, high, first, end = next_low, next_high, next_first, next_end
         row += 1
 
 
 @cute.jit
-def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _stream_row(sm: Sm, f: Fields, cursor: Int32, first: Int32, end: Int32) -> Int32:
     code = f["code"]
     if code == Code.LINEAR:
         tile_bytes = f["kb"] * 512
         source = address_of(f, "weight") + Int64(first % f["total"]) * Int64(tile_bytes)
-        pos = _copy(sm, pos, source, (end - first) * tile_bytes, SLOT_BYTES)
+        cursor = _copy(sm, cursor, source, (end - first) * tile_bytes, SLOT_BYTES)
     elif code == Code.MOE_GATE_UP:
-        pos = _gate_up(sm, f, pos)
+        cursor = _gate_up(sm, f, cursor)
     elif code == Code.MOE_DOWN:
-        pos = _down(sm, f, pos, first, end)
+        cursor = _down(sm, f, cursor, first, end)
     elif code == Code.KDA_RECURRENT:
         K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
         r, h = first // H, first % H
         slot = slot_of_row(sm, f, r)
         if (slot >= 0) & (is_new(sm, r) == 0):
             source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-            pos = _copy(sm, pos, source, Int32(4 * K * K), SLOT_BYTES)
-    return pos
+            cursor = _copy(sm, cursor, source, Int32(4 * K * K), SLOT_BYTES)
+    return cursor
 
 
 @cute.jit
-def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: cutlass.Constexpr) -> Int32:
+def _copy(sm: Sm, cursor: Int32, source: Int64, nbytes: Int32, per_slot: cutlass.Constexpr) -> Int32:
     """A contiguous piece of memory into as many slots as it takes, `per_slot` bytes each."""
     done = Int32(0)
     while done < nbytes:
         size = ptx.select(nbytes - done < per_slot, nbytes - done, Int32(per_slot))
-        _reserve(sm, pos, size)
+        _reserve(sm, cursor, size)
         if sm.lane == 0:
-            ptx.bulk_copy(ring_slot(sm, pos), source + Int64(done), size, _full(sm, pos))
-        pos += 1
+            ptx.bulk_copy(ring_slot(sm, cursor), source + Int64(done), size, _full(sm, cursor))
+        cursor = next_slot(sm, cursor)
         done += per_slot
-    return pos
+    return cursor
 
 
-def _full(sm: Sm, pos: Int32) -> Int32:
-    return region(sm, "full") + (pos % sm.shape.slots) * 8
+def _full(sm: Sm, cursor: Int32) -> Int32:
+    return region(sm, "full") + slot_index(sm, cursor) * 8
 
 
 @cute.jit
-def _reserve(sm: Sm, pos: Int32, nbytes: Int32):
+def _reserve(sm: Sm, cursor: Int32, nbytes: Int32):
     """Waits until the slot is free and not too much is on its way, and announces `nbytes`."""
-    wait_empty(sm, pos)
-    if pos >= sm.batch["in_flight"]:
-        wait_full(sm, pos - sm.batch["in_flight"])
+    wait_empty(sm, cursor)
+    behind = cursor - sm.batch["in_flight"]
+    if (behind >= 0) | (ptx.ld_shared_b32(region(sm, "slots") + 64) != 0):
+        wait_full(sm, ptx.select(behind >= 0, behind, behind + 2 * sm.shape.slots))
+    if cursor == 2 * sm.shape.slots - 1:
+        ptx.st_shared_b32(region(sm, "slots") + 64, Int32(1))  # from now on there is a copy that far behind
     if sm.lane == 0:
-        ptx.mbarrier_expect(_full(sm, pos), nbytes)
+        ptx.mbarrier_expect(_full(sm, cursor), nbytes)
     ptx.sync_warp()
 
 
 @cute.jit
-def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
+def _gate_up(sm: Sm, f: Fields, cursor: Int32) -> Int32:
     wait_barrier(sm, region(sm, "ids_ready"), f["sub"] & 1)
     total = f["total"]
     block_bytes = sm.shape.block_bytes
-    per_slot = SLOT_BYTES // block_bytes * block_bytes
+    per_slot = sm.shape.slot_blocks(sm.shape.up_chunk) * block_bytes
     tile_bytes = f["kb"] * block_bytes
     tile, stop = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
     while tile < stop:
@@ -102,28 +116,28 @@ def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
         expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
         source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
         source = source + Int64(tile - place * total) * Int64(tile_bytes)
-        pos = _copy(sm, pos, source, (last - tile) * tile_bytes, per_slot)
+        cursor = _copy(sm, cursor, source, (last - tile) * tile_bytes, per_slot)
         tile = last
-    return pos
+    return cursor
 
 
 @cute.jit
-def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _down(sm: Sm, f: Fields, cursor: Int32, first: Int32, end: Int32) -> Int32:
     wait_barrier(sm, region(sm, "ids_ready"), f["sub"] & 1)
     if first < end:
-        pos = _pieces(sm, f, pos, first, end)
+        cursor = _pieces(sm, f, cursor, first, end)
     if f["local"] != 0:
         ptx.sync_warp()
         if sm.lane == 0:
             ptx.mbarrier_arrive(region(sm, "ids_free"))
-    return pos
+    return cursor
 
 
 @cute.jit
-def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _pieces(sm: Sm, f: Fields, cursor: Int32, first: Int32, end: Int32) -> Int32:
     """One piece an expert, several in a slot where they are small."""
     block_bytes = sm.shape.block_bytes
-    per_slot = SLOT_BYTES // block_bytes
+    per_slot = sm.shape.slot_blocks(sm.shape.down_chunk)
     blocks = (end - first) * f["kb"]
     packed = pieces_in_slot(blocks, per_slot)
     experts, r0, r1 = ptx.ld_shared_b32(region(sm, "ids")), f["r0"], f["r1"]
@@ -139,15 +153,15 @@ def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
             if packed > 0:
                 if inside == 0:
                     pieces = ptx.select(left < packed, left, packed)
-                    _reserve(sm, pos, pieces * blocks * block_bytes)
+                    _reserve(sm, cursor, pieces * blocks * block_bytes)
                 if sm.lane == 0:
-                    target = ring_slot(sm, pos) + inside * blocks * block_bytes
-                    ptx.bulk_copy(target, source, blocks * block_bytes, _full(sm, pos))
+                    target = ring_slot(sm, cursor) + inside * blocks * block_bytes
+                    ptx.bulk_copy(target, source, blocks * block_bytes, _full(sm, cursor))
                 inside += 1
                 left -= 1
                 if (inside == packed) | (left == 0):
-                    pos += 1
+                    cursor = next_slot(sm, cursor)
                     inside = Int32(0)
             else:
-                pos = _copy(sm, pos, source, blocks * block_bytes, per_slot * block_bytes)
-    return pos
+                cursor = _copy(sm, cursor, source, blocks * block_bytes, per_slot * block_bytes)
+    return cursor

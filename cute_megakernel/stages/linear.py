@@ -12,50 +12,115 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, finish_segment, float_of, poll_pair, region, sync, word_address)
+from cute_megakernel.core import (Fields, Sm, address_of, advance, finish_segment, float_of, poll_pair, region, ring_slot, sync, word_address)
 from cute_megakernel.rows import Epilogue
-from cute_megakernel.shape import CHUNK, SLOT_BYTES
+from cute_megakernel.shape import CHUNK, CONSUMER_WARPS, SLOT_BYTES
 from cute_megakernel.stages.activation import situ, swiglu
-from cute_megakernel.stages.argmax import better, publish_best
+from cute_megakernel.stages.argmax import NO_INDEX, better, publish_best
 from cute_megakernel.stages.output_gate import output_gate
-from cute_megakernel.stages.tiles import add_sums, multiply_tile, put_sums, unit_of_thread, x_address
+from cute_megakernel.stages.tiles import (
+    add_sums,
+    bf16_blocks,
+    get_whole,
+    multiply_tile,
+    put_sums,
+    put_whole,
+    sums_address,
+    unit_place,
+    unit_of_thread,
+    x_address,
+)
 
 MINUS_INF = float("-inf")
+SHORT_TILES = 16  # whose sums are handed over at a time
 
 
 @cute.jit
-def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
-    kb, total = f["kb"], f["total"]
-    rows = f["r1"] - f["r0"]
+def linear(sm: Sm, f: Fields, cursor: Int32, low: Int32, high: Int32) -> Int32:
+    if f["kb"] <= CHUNK:
+        cursor = _short(sm, f, cursor, low, high)
+    else:
+        cursor = _long(sm, f, cursor, low, high)
+    return cursor
+
+
+@cute.jit
+def _long(sm: Sm, f: Fields, cursor: Int32, low: Int32, high: Int32) -> Int32:
+    """All warps on each tile; the sums of a few tiles are added up together."""
+    kb, rows = f["kb"], f["r1"] - f["r0"]
     x = x_address(sm, f["x_pitch"], rows)
-    step = ptx.select(sm.group < rows, Int32(64), Int32(0))
-    x_off, x_batch, batch_tiles = f["x_off"], f["x_batch"], f["batch_tiles"]
+    inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
+    step, x_batch, batch_tiles = inside * 64, inside * f["x_batch"], f["batch_tiles"]
     held, turn, start = Int32(-1), Int32(0), low
-    best, best_at = Float32(MINUS_INF), Int32(0x7FFFFFFF)
-    first_batch = f["local"] * (low // batch_tiles)  # x holds the heads of this SM only
+    best, best_at = Float32(MINUS_INF), Int32(NO_INDEX)
+    item = low // f["total"] * f["total"]  # tiles of per-head rows count through all items
+    batch = (low - item) // batch_tiles
+    in_batch = low - item - batch * batch_tiles
+    x = x + inside * f["x_off"] + ptx.select(f["local"] != 0, Int32(0), batch) * x_batch
     while start < high:
         count = ptx.select(high - start < sm.shape.tiles_in_group, high - start, Int32(sm.shape.tiles_in_group))
         for place in range(count):
-            tile = (start + place) % total
-            xs = x + (step // 64) * (x_off + (tile // batch_tiles - first_batch) * x_batch)
-            first_block = (start + place - low) * kb
+            tile, first_block = start + place - item, (start + place - low) * kb
             c0, c1 = Float32(0.0), Float32(0.0)
             if kb % CHUNK == 0:
-                held, c0, c1 = multiply_tile(sm, pos, held, first_block, tile, kb, xs, step, False, CHUNK)
+                cursor, held, c0, c1 = multiply_tile(
+                    sm, cursor, held, first_block, tile, kb, x, step, False, CHUNK
+                )
             else:
-                held, c0, c1 = multiply_tile(sm, pos, held, first_block, tile, kb, xs, step, False, 1)
+                cursor, held, c0, c1 = multiply_tile(
+                    sm, cursor, held, first_block, tile, kb, x, step, False, 1
+                )
             put_sums(sm, turn, place, c0, c1)
+            in_batch += 1
+            if in_batch == batch_tiles:
+                in_batch, x = Int32(0), x + x_batch
         sync(sm)
         place, row, half, mine = unit_of_thread(sm, count)
         if mine & (row < rows):
-            values = add_sums(sm, turn, place, row, half)
+            values = add_sums(sm, sums_address(sm, turn, place) + unit_place(row, half), CONSUMER_WARPS)
             best, best_at = _finish(sm, f, start + place, row + f["r0"], half, values, best, best_at)
         turn = turn ^ 1
         start += count
     if f["epilogue"] == Epilogue.LOGITS:
         publish_best(sm, f, low, best, best_at)
     slots = ((high - low) * kb + SLOT_BYTES // 512 - 1) // (SLOT_BYTES // 512)
-    return finish_segment(sm, pos, held, slots)
+    return finish_segment(sm, cursor, held, slots)
+
+
+@cute.jit
+def _short(sm: Sm, f: Fields, cursor: Int32, low: Int32, high: Int32) -> Int32:
+    """One warp a tile, where the inputs are few: its sums are complete."""
+    kb, rows = f["kb"], f["r1"] - f["r0"]
+    in_slot, total, batch_tiles = SLOT_BYTES // 512, f["total"], f["batch_tiles"]
+    inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
+    x = x_address(sm, f["x_pitch"], rows) + inside * f["x_off"]
+    first_batch = ptx.select(f["local"] != 0, low // batch_tiles, Int32(0))
+    held, start = Int32(-1), low
+    best, best_at = Float32(MINUS_INF), Int32(NO_INDEX)
+    while start < high:
+        count = ptx.select(high - start < SHORT_TILES, high - start, Int32(SHORT_TILES))
+        place = sm.warp
+        while place < count:
+            tile, first_block = (start + place) % total, (start + place - low) * kb
+            xs = x + inside * (tile // batch_tiles - first_batch) * f["x_batch"]
+            c0, c1, d0, d1 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+            for k in range(kb):
+                slot = (first_block + k) // in_slot
+                cursor, held = advance(sm, cursor, held, slot)
+                at = ring_slot(sm, cursor) + (first_block + k - slot * in_slot) * 512
+                c0, c1, d0, d1 = bf16_blocks(sm, at, xs + inside * k * 64, 1, (c0, c1, d0, d1))
+            put_whole(sm, place, c0 + d0, c1 + d1)
+            place += CONSUMER_WARPS
+        sync(sm)
+        place, row, half, mine = unit_of_thread(sm, count)
+        if mine & (row < rows):
+            values = get_whole(sm, place, row, half)
+            best, best_at = _finish(sm, f, start + place, row + f["r0"], half, values, best, best_at)
+        sync(sm)
+        start += count
+    if f["epilogue"] == Epilogue.LOGITS:
+        publish_best(sm, f, low, best, best_at)
+    return finish_segment(sm, cursor, held, ((high - low) * kb + in_slot - 1) // in_slot)
 
 
 @cute.jit

@@ -21,6 +21,8 @@ from cute_megakernel.core import (Fields, Sm, address_of, exp, float_of, poll_qu
 from cute_megakernel.shape import CONSUMERS, MAX_BANK
 from cute_megakernel.table import FIELD
 
+LOAD_QUADS = 4  # loads on their way to a thread
+
 
 @cute.jit
 def mix(sm: Sm, f: Fields):
@@ -41,13 +43,13 @@ def _load_row(sm: Sm, f: Fields, r: Int32):
     x = x_row(sm, r - f["r0"], f)
     first = Int32(0)
     while first < count:
-        pairs = cute.make_rmem_tensor(4, Int32)
-        poll_quads(sm, f.number, start + 2 * first, count - first, 2, pairs)
-        for j in cutlass.range_constexpr(2):
+        pairs = cute.make_rmem_tensor(2 * LOAD_QUADS, Int32)
+        poll_quads(sm, f.number, start + 2 * first, count - first, LOAD_QUADS, pairs)
+        for j in cutlass.range_constexpr(LOAD_QUADS):
             q = first + sm.thread + j * CONSUMERS
             if q < count:
                 st_quad(x + ((q // group) * pad + q % group) * 8, pairs[2 * j], pairs[2 * j + 1])
-        first += 2 * CONSUMERS
+        first += LOAD_QUADS * CONSUMERS
 
 
 @cute.jit

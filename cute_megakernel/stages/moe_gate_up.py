@@ -11,10 +11,18 @@ from cutlass import Int32
 
 from cute_megakernel import ptx
 from cute_megakernel.core import (Fields, Sm, finish_segment, region, sync)
-from cute_megakernel.shape import SLOT_BYTES
+from cute_megakernel.shape import CONSUMER_WARPS
 from cute_megakernel.stages.linear import activated
 from cute_megakernel.stages.moe_router import NOT_PICKED
-from cute_megakernel.stages.tiles import add_sums, multiply_tile, put_sums, unit_of_thread, x_address
+from cute_megakernel.stages.tiles import (
+    add_sums,
+    multiply_tile,
+    put_sums,
+    sums_address,
+    unit_of_thread,
+    unit_place,
+    x_address,
+)
 
 
 def share(sm: Sm, experts: Int32, total: Int32):
@@ -24,7 +32,7 @@ def share(sm: Sm, experts: Int32, total: Int32):
 
 
 @cute.jit
-def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
+def moe_gate_up(sm: Sm, f: Fields, cursor: Int32) -> Int32:
     kb, total = f["kb"], f["total"]
     rows = f["r1"] - f["r0"]
     x = x_address(sm, f["x_pitch"], rows)
@@ -32,7 +40,7 @@ def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
     step = ptx.select(sm.group < rows, Int32(2 * block_inputs), Int32(0))
     tile, end = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
     turn = Int32(0)
-    per_slot = SLOT_BYTES // sm.shape.block_bytes
+    per_slot = sm.shape.slot_blocks(sm.shape.up_chunk)
     while tile < end:
         expert = tile // total
         stop = ptx.select(end < (expert + 1) * total, end, (expert + 1) * total)
@@ -41,8 +49,8 @@ def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
             count = ptx.select(stop - tile < sm.shape.tiles_in_group, stop - tile, Int32(sm.shape.tiles_in_group))
             for place in range(count):
                 local = tile + place - expert * total
-                held, c0, c1 = multiply_tile(
-                    sm, pos, held, (tile + place - first) * kb, local, kb, x, step, sm.shape.mxfp4,
+                cursor, held, c0, c1 = multiply_tile(
+                    sm, cursor, held, (tile + place - first) * kb, local, kb, x, step, sm.shape.mxfp4,
                     sm.shape.up_chunk,
                 )
                 put_sums(sm, turn, place, c0, c1)
@@ -52,12 +60,13 @@ def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
                 r = row + f["r0"]
                 pick = ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + r)
                 if pick != NOT_PICKED:
-                    values = add_sums(sm, turn, place, row, half)
+                    at = sums_address(sm, turn, place) + unit_place(row, half)
+                    values = add_sums(sm, at, CONSUMER_WARPS)
                     at = f["dst"] + r * f["dst_pitch"] + pick * (f["n_valid"] // 4)
                     tap = f["tap"] + r * f["tap_pitch"] + pick * (f["n_valid"] // 2)
                     n = 8 * (tile + place - expert * total) + 4 * half
                     activated(sm, f, at, tap, f["n_valid"], n, values)
             turn = turn ^ 1
             tile += count
-        pos = finish_segment(sm, pos, held, ((stop - first) * kb + per_slot - 1) // per_slot)
-    return pos
+        cursor = finish_segment(sm, cursor, held, ((stop - first) * kb + per_slot - 1) // per_slot)
+    return cursor

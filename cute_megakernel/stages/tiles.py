@@ -7,7 +7,7 @@ A tile is 8 outputs; its inputs come in blocks, each a contiguous piece of the r
                scales, one pair an output
 
 One `mma.m16n8k16` multiplies 16 inputs of 8 outputs by up to 8 batch rows. A warp takes a few blocks in a row, a chunk;
-chunk c of a tile belongs to warp (c + tile * chunks) % 16, wherever the tile lies in the ring and whichever SM has it,
+chunk c of a tile belongs to warp (c + tile * chunks) % 8, wherever the tile lies in the ring and whichever SM has it,
 and the sums of the warps are added in the order of the warps: an output has the same bits in every schedule, and a
 batch row does not depend on the others.
 """
@@ -31,39 +31,48 @@ def x_address(sm: Sm, pitch: Int32, rows: Int32) -> Int32:
 
 @cute.jit
 def multiply_tile(
-    sm: Sm, pos: Int32, held: Int32, first_block: Int32, tile: Int32, kb: Int32, x: Int32, step: Int32,
+    sm: Sm, cursor: Int32, held: Int32, first_block: Int32, tile: Int32, kb: Int32, x: Int32, step: Int32,
     mxfp4: cutlass.Constexpr, chunk: cutlass.Constexpr,
 ):  # fmt: skip
-    """This warp's share of one tile whose blocks start at `first_block` of the segment. -> held slot, two sums
+    """This warp's share of a tile that all warps work on; arguments and results as of `multiply_chunks`."""
+    chunks = kb // chunk
+    k = (sm.warp - tile * chunks) & (CONSUMER_WARPS - 1)
+    return multiply_chunks(sm, cursor, held, first_block, k, CONSUMER_WARPS, chunks, x, step, mxfp4, chunk)
 
-    `chunk` blocks in a row belong to one warp; kb is a multiple of it. `x` is the address of the tile's first input for
-    this lane, `step` the bytes between blocks (0 on zeros). The lane ends up with outputs 2 * quad and 2 * quad + 1 of
-    batch row `group`.
+
+@cute.jit
+def multiply_chunks(
+    sm: Sm, cursor: Int32, held: Int32, first_block: Int32, k: Int32, by: cutlass.Constexpr, chunks: Int32, x: Int32,
+    step: Int32, mxfp4: cutlass.Constexpr, chunk: cutlass.Constexpr,
+):  # fmt: skip
+    """Chunks k, k + by, ... below `chunks` of a tile whose blocks start at `first_block` of the segment.
+    -> cursor, held slot, two sums
+
+    `x` is the address of the tile's first input for this lane, `step` the bytes between blocks (0 on zeros). The lane
+    ends up with outputs 2 * quad and 2 * quad + 1 of batch row `group`.
     """
     nbytes = 272 if mxfp4 else 512
     in_slot = SLOT_BYTES // nbytes // chunk
-    inputs = (128 if mxfp4 else 64) * chunk
-    chunks, first = kb // chunk, first_block // chunk
+    first = first_block // chunk
     sums = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
-    k = (sm.warp - tile * chunks) & (CONSUMER_WARPS - 1)
-    stride = ptx.select(step > 0, Int32(inputs), Int32(0))
-    base = ring_slot(sm, pos + held)
+    stride = step * chunk
+    base = ring_slot(sm, cursor)
     while k < chunks:
         slot = (first + k) // in_slot
         if slot != held:
-            held = advance(sm, pos, held, slot)
-            base = ring_slot(sm, pos + held)
+            cursor, held = advance(sm, cursor, held, slot)
+            base = ring_slot(sm, cursor)
         address = base + (first + k - slot * in_slot) * (nbytes * chunk)
         if cutlass.const_expr(mxfp4):
             sums = _mxfp4_blocks(sm, address, x + k * stride, chunk, sums)
         else:
-            sums = _bf16_blocks(sm, address, x + k * stride, chunk, sums)
-        k += CONSUMER_WARPS
-    return held, sums[0] + sums[2], sums[1] + sums[3]
+            sums = bf16_blocks(sm, address, x + k * stride, chunk, sums)
+        k += by
+    return cursor, held, sums[0] + sums[2], sums[1] + sums[3]
 
 
 @cute.jit
-def _bf16_blocks(sm: Sm, address: Int32, x: Int32, chunk: cutlass.Constexpr, sums: tuple):
+def bf16_blocks(sm: Sm, address: Int32, x: Int32, chunk: cutlass.Constexpr, sums: tuple):
     """32 inputs each; all loads before the first product."""
     c0, c1, d0, d1 = sums
     w, a = [], []
@@ -105,8 +114,7 @@ def decode_codes(word: Int32, exponent: Int32):
 
 def sums_address(sm: Sm, turn: Int32, place: Int32) -> Int32:
     """Sums of tile `place` of a group; `turn` alternates two areas. [tile, warp, row, 8] float32"""
-    rows = sm.shape.rows
-    tile_bytes = CONSUMER_WARPS * rows * 32
+    tile_bytes = CONSUMER_WARPS * sm.shape.rows * 32
     return region(sm, "sums") + (turn * sm.shape.tiles_in_group + place) * tile_bytes
 
 
@@ -119,15 +127,30 @@ def put_sums(sm: Sm, turn: Int32, place: Int32, c0: Float32, c1: Float32):
 
 
 @cute.jit
-def add_sums(sm: Sm, turn: Int32, place: Int32, row: Int32, half: Int32):
-    """Outputs 4 * half ... 4 * half + 3 of a tile and batch row, over all warps."""
-    rows = sm.shape.rows
-    address = sums_address(sm, turn, place) + row * 32 + half * 16
+def add_sums(sm: Sm, address: Int32, count: cutlass.Constexpr):
+    """Four neighbouring outputs, over `count` sums that are one batch of rows apart."""
     v0, v1, v2, v3 = ptx.ld_shared_v4_f32(address)
-    for w in cutlass.range_constexpr(1, CONSUMER_WARPS):
-        s0, s1, s2, s3 = ptx.ld_shared_v4_f32(address + w * rows * 32)
+    for w in cutlass.range_constexpr(1, count):
+        s0, s1, s2, s3 = ptx.ld_shared_v4_f32(address + w * sm.shape.rows * 32)
         v0, v1, v2, v3 = v0 + s0, v1 + s1, v2 + s2, v3 + s3
     return v0, v1, v2, v3
+
+
+def unit_place(row: Int32, half: Int32) -> Int32:
+    """Where outputs 4 * half ... 4 * half + 3 of a batch row are among the sums of one warp, in bytes."""
+    return row * 32 + half * 16
+
+
+@cute.jit
+def put_whole(sm: Sm, place: Int32, c0: Float32, c1: Float32):
+    """Complete sums of a tile that one warp did. [tile, row, 8] float32"""
+    rows = sm.shape.rows
+    if sm.group < rows:
+        ptx.st_shared_v2_f32(region(sm, "sums") + (place * rows + sm.group) * 32 + sm.quad * 8, c0, c1)
+
+
+def get_whole(sm: Sm, place: Int32, row: Int32, half: Int32):
+    return ptx.ld_shared_v4_f32(region(sm, "sums") + (place * sm.shape.rows + row) * 32 + half * 16)
 
 
 def unit_of_thread(sm: Sm, tiles: Int32) -> tuple[Int32, Int32, Int32, Boolean]:
