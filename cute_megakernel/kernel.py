@@ -1,4 +1,4 @@
-"""The kernel: every SM walks the table once. One warp streams weights through the ring, eight consume them.
+"""The kernel: every SM walks the table once. One warp streams weights through the ring, sixteen consume them.
 
     launch_megakernel(shape) compiles `launch`, whose arguments are addresses; `megakernel.py` owns the memory.
 
@@ -94,7 +94,7 @@ def _prepare(sm: Sm):
     if sm.thread == 0:
         for i in range(sm.shape.slots):
             ptx.mbarrier_init(region(sm, "full") + i * 8, 1)
-            ptx.mbarrier_init(region(sm, "empty") + i * 8, CONSUMER_WARPS)
+            ptx.mbarrier_init(region(sm, "empty") + i * 8, 2)
         ptx.mbarrier_init(region(sm, "ids_ready"), 1)
         ptx.mbarrier_init(region(sm, "ids_free"), 1)
         ptx.fence_barrier_init()
@@ -103,8 +103,6 @@ def _prepare(sm: Sm):
         fresh = ptx.ld_global_u8(sm.batch["is_new"] + Int64(sm.thread))
         slot = ptx.select(slot >= sm.batch["first_valid_slot"], slot, Int32(-1))
         ptx.st_shared_v2_b32(region(sm, "slots") + sm.thread * 8, slot, fresh)
-    if sm.thread == 0:
-        ptx.st_shared_b32(region(sm, "slots") + 64, Int32(0))
     if sm.thread < 128:
         ptx.st_shared_b32(region(sm, "zero") + sm.thread * 4, Int32(0))
 
@@ -135,7 +133,7 @@ def _leave(sm: Sm):
 @cute.jit
 def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
     """The consumer warps: row after row, the next row's words on their way meanwhile."""
-    cursor, turn, row = Int32(0), Int32(0), Int32(0)
+    pos, turn, row = Int32(0), Int32(0), Int32(0)
     low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
     first, end = ptx.ld_row(work)
     while row < rows:
@@ -150,7 +148,7 @@ def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
                 ptx.st_shared_v2_b32(region(sm, "row") + turn * (4 * FIELD_WORDS) + sm.lane * 8, low, high)
             sync(sm)
             _mark(sm, row, rows, 0)
-            cursor = _do(sm, f, cursor, first, end)
+            pos = _do(sm, f, pos, first, end)
             _mark(sm, row, rows, 1)
             turn = turn ^ 1
         low, high, first, end = next_low, next_high, next_first, next_end
@@ -158,17 +156,17 @@ def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
 
 
 @cute.jit
-def _do(sm: Sm, f: Fields, cursor: Int32, first: Int32, end: Int32) -> Int32:
+def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     """One row. -> position in the ring behind it"""
     code = f["code"]
     if code == Code.MIX:
         mix(sm, f)
     elif code == Code.LINEAR:
-        cursor = linear(sm, f, cursor, first, end)
+        pos = linear(sm, f, pos, first, end)
     elif code == Code.MOE_GATE_UP:
-        cursor = moe_gate_up(sm, f, cursor)
+        pos = moe_gate_up(sm, f, pos)
     elif code == Code.MOE_DOWN:
-        cursor = moe_down(sm, f, cursor, first, end)
+        pos = moe_down(sm, f, pos, first, end)
     elif code == Code.MOE_ROUTER:
         moe_router(sm, f)
     elif code == Code.CAUSAL_CONV1D:
@@ -176,7 +174,7 @@ def _do(sm: Sm, f: Fields, cursor: Int32, first: Int32, end: Int32) -> Int32:
     elif code == Code.KDA_GATE:
         kda_gate(sm, f, first)
     elif code == Code.KDA_RECURRENT:
-        cursor = kda_recurrent(sm, f, cursor, first)
+        pos = kda_recurrent(sm, f, pos, first)
     elif code == Code.GATED_RMS_NORM:
         gated_rms_norm(sm, f, first)
     elif code == Code.BANK_SCORES:
@@ -190,7 +188,7 @@ def _do(sm: Sm, f: Fields, cursor: Int32, first: Int32, end: Int32) -> Int32:
         mla_combine(sm, f, first, end)
     elif code == Code.ARGMAX:
         argmax(sm, f)
-    return cursor
+    return pos
 
 
 @cute.jit

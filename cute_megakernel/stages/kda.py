@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, advance, exp, finish_segment, float_of, poll_word, region, ring_slot, rms_scale, sigmoid, warp_sum, warp_sums, word_address)
+from cute_megakernel.core import (Fields, Sm, address_of, exp, first_own, float_of, poll_word, region, release, ring_slot, rms_scale, sigmoid, sync, wait_full, warp_sum, warp_sums, word_address)
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES
 
 LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o", "dt_bias", "norm")  # head_dim floats each, then two numbers
@@ -172,7 +172,7 @@ def softplus(x: Float32) -> Float32:
 
 
 @cute.jit
-def kda_recurrent(sm: Sm, f: Fields, cursor: Int32, item: Int32) -> Int32:
+def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
     """Decay, predict, correct, read: value rows of the state over the warps, its key channels over the lanes."""
     K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
     per_lane = K // 32
@@ -185,13 +185,16 @@ def kda_recurrent(sm: Sm, f: Fields, cursor: Int32, item: Int32) -> Int32:
     for i in cutlass.range_constexpr(slots * warp_rows * per_lane):
         state[i] = Float32(0.0)
     if (slot >= 0) & (is_new(sm, r) == 0):
-        held = Int32(-1)
         for s in cutlass.range_constexpr(slots):
-            cursor, held = advance(sm, cursor, held, Int32(s))
-            base = ring_slot(sm, cursor) + sm.lane * (4 * per_lane)
+            wait_full(sm, pos + s)
+            base = ring_slot(sm, pos + s) + sm.lane * (4 * per_lane)
             for v in cutlass.range_constexpr(warp_rows):
                 _load_row(base + (sm.warp * warp_rows + v) * (4 * K), state, (s * warp_rows + v) * per_lane, per_lane)
-        cursor = finish_segment(sm, cursor, held, Int32(slots))
+        sync(sm)  # all warps have read all slots
+        own = first_own(sm, pos)
+        if own < slots:
+            release(sm, pos + own)
+        pos += slots
     q, k, decay = _load_lane(sm, "q", per_lane), _load_lane(sm, "k", per_lane), _load_lane(sm, "log_decay", per_lane)
     qq, kk, kq = Float32(0.0), Float32(0.0), Float32(0.0)
     for i in cutlass.range_constexpr(per_lane):
@@ -226,7 +229,7 @@ def kda_recurrent(sm: Sm, f: Fields, cursor: Int32, item: Int32) -> Int32:
         if sm.lane == 0:
             ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
             put(sm, f, "dst", "dst_pitch", r, h * K + value_row, o)
-    return cursor
+    return pos
 
 
 @cute.jit
