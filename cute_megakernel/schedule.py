@@ -12,7 +12,7 @@ import torch
 from cute_megakernel.lowering import lower, pitch_bytes, x_pitch
 from cute_megakernel.recording import Buffer, Recording
 from cute_megakernel.rows import STREAMED, Code, Row
-from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, expert_chunk, most_slots
+from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, most_slots
 from kimi_kernels.config import KimiConfig
 
 SMALLEST_X = 20480  # the query of 16 heads in mla_decode
@@ -66,8 +66,6 @@ def kernel_shape(config: KimiConfig, rows: int, sms: int, x_bytes: int) -> Kerne
         num_experts=config.num_experts,
         top_k=config.top_k,
         mxfp4=config.mxfp4_experts,
-        up_chunk=expert_chunk(config.expert_in, config.mxfp4_experts),
-        down_chunk=expert_chunk(config.expert_size, config.mxfp4_experts),
         x_bytes=x_bytes,
         sms=sms,
         slots=0,
@@ -80,7 +78,7 @@ def make_schedule(recording: Recording, config: KimiConfig, sms: int) -> Schedul
     x_bytes = x_budget(recording, config)
     rows = lower(recording, x_bytes, sms)
     schedule = Schedule(kernel_shape(config, recording.rows, sms, x_bytes), recording, rows, [])
-    schedule.work = share_out(rows, sms, schedule.shape.tiles_in_group)
+    schedule.work = share_out(rows, sms)
     _place(schedule)
     return schedule
 
@@ -91,7 +89,7 @@ def x_budget(recording: Recording, config: KimiConfig) -> int:
     return -(-max(recording.rows * pitch_bytes(config.hidden_size), SMALLEST_X, *single) // 128) * 128
 
 
-def share_out(rows: list[Row], sms: int, group: int) -> list[list[tuple[int, int]]]:
+def share_out(rows: list[Row], sms: int) -> list[list[tuple[int, int]]]:
     """Contiguous ranges of units: each SM gets the same number, and one more goes to those that have streamed least."""
     load = [0.0] * sms
     work: list[list[tuple[int, int]]] = [[] for _ in range(sms)]

@@ -12,8 +12,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, advance, exp, finish_segment, float_of, poll_word, region, ring_slot, rms_scale, sigmoid, warp_sum, warp_sums, word_address)
-from cute_megakernel.shape import CONSUMER_WARPS, SLOT_BYTES
+from cute_megakernel.core import (Fields, Sm, address_of, exp, first_own, float_of, poll_word, region, release, ring_slot, rms_scale, sigmoid, sync, wait_full, warp_sum, warp_sums, word_address)
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES
 
 LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o", "dt_bias", "norm")  # head_dim floats each, then two numbers
 L2_EPS = 1.0e-6
@@ -32,13 +32,12 @@ def number(sm: Sm, index: int) -> Int32:
 @cute.jit
 def slot_of_row(sm: Sm, f: Fields, r: Int32) -> Int32:
     """Slot of the batch row, -1 where it is padding or points outside the pool."""
-    slot = ptx.ld_table(sm.batch["slots"] + Int64(r) * 4)
-    valid = (slot >= sm.batch["first_valid_slot"]) & (slot < f["pool_count"])
-    return ptx.select(valid, slot, Int32(-1))
+    slot = ptx.ld_shared_b32(region(sm, "slots") + r * 8)
+    return ptx.select(slot < f["pool_count"], slot, Int32(-1))
 
 
 def is_new(sm: Sm, r: Int32) -> Int32:
-    return ptx.ld_global_u8(sm.batch["is_new"] + Int64(r))
+    return ptx.ld_shared_b32(region(sm, "slots") + r * 8 + 4)
 
 
 @cute.jit
@@ -47,35 +46,67 @@ def causal_conv1d(sm: Sm, f: Fields, item: Int32):
     K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
     r, h = item // H, item % H
     slot = slot_of_row(sm, f, r)
-    if sm.thread < 3 * K:
-        part, at = sm.thread // K, sm.thread % K
-        channel = part * (H * K) + h * K + at
-        window = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(channel) * 2
-        row_bytes = Int64(3 * H * K * 2)
-        old = cute.make_rmem_tensor(TAPS - 1, Int32)
+    old = (slot >= 0) & (is_new(sm, r) == 0)
+    turns = -(-4 * K // CONSUMERS)
+    windows = cute.make_rmem_tensor(turns * (TAPS - 1), Int32)
+    taps = cute.make_rmem_tensor(turns * TAPS, Float32)
+    for j in cutlass.range_constexpr(turns):
+        i = sm.thread + j * CONSUMERS
+        if i < 3 * K:
+            _load_channel(sm, f, _channel(sm, h, i), slot, old, windows, taps, j)
+        elif i < 4 * K:
+            _fetch(sm, f, r, h, i - 3 * K)
+    for j in cutlass.range_constexpr(turns):
+        i = sm.thread + j * CONSUMERS
+        if i < 3 * K:
+            channel = _channel(sm, h, i)
+            word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + channel // 2, sm.tag)
+            z = _convolve(sm, f, channel, slot, ptx.shift_half(word, channel), windows, taps, j)
+            ptx.st_shared_f32(local(sm, "q") + i * 4, z)
+            put(sm, f, "dst", "dst_pitch", r, channel, z)
+
+
+def _channel(sm: Sm, h: Int32, i: Int32) -> Int32:
+    """Channel i of the head's q, k and v among those of all heads."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    return i // K * (H * K) + h * K + i % K
+
+
+def _window(sm: Sm, f: Fields, channel: Int32, slot: Int32, step: int) -> Int64:
+    """Address of a channel's input `step` of the window."""
+    start = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride")
+    return start + Int64(channel + step * (3 * sm.shape.kda_heads * sm.shape.kda_head_dim)) * 2
+
+
+@cute.jit
+def _load_channel(
+    sm: Sm, f: Fields, channel: Int32, slot: Int32, old, windows: cute.Tensor, taps: cute.Tensor, j: cutlass.Constexpr
+):
+    for i in cutlass.range_constexpr(TAPS - 1):
+        windows[j * (TAPS - 1) + i] = Int32(0)
+    if old:
         for i in cutlass.range_constexpr(TAPS - 1):
-            old[i] = Int32(0)
-        if (slot >= 0) & (is_new(sm, r) == 0):
-            for i in cutlass.range_constexpr(TAPS - 1):
-                old[i] = ptx.ld_fresh_u16(window + i * row_bytes)
-        taps = ptx.ld_global_v4_f32(address_of(f, "weight") + Int64(channel) * 16)
-        word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + channel // 2, sm.tag)
-        new = ptx.select(channel % 2 == 0, word & 0xFFFF, (word >> 16) & 0xFFFF)
-        total = Float32(0.0)
-        for i in cutlass.range_constexpr(TAPS - 1):
-            total = total + ptx.low_bf16(old[i]) * taps[i]
-        total = total + ptx.low_bf16(new) * taps[TAPS - 1]
-        z = total * sigmoid(total)
-        if slot < 0:
-            z = Float32(0.0)
-        if slot >= 0:
-            for i in cutlass.range_constexpr(TAPS - 2):
-                ptx.st_global_u16(window + i * row_bytes, old[i + 1])
-            ptx.st_global_u16(window + (TAPS - 2) * row_bytes, new)
-        ptx.st_shared_f32(local(sm, "q") + sm.thread * 4, z)
-        put(sm, f, "dst", "dst_pitch", r, channel, z)
-    elif sm.thread < 4 * K:
-        _fetch(sm, f, r, h, sm.thread - 3 * K)
+            windows[j * (TAPS - 1) + i] = ptx.ld_fresh_u16(_window(sm, f, channel, slot, i))
+    weights = ptx.ld_global_v4_f32(address_of(f, "weight") + Int64(channel) * 16)
+    for i in cutlass.range_constexpr(TAPS):
+        taps[j * TAPS + i] = weights[i]
+
+
+@cute.jit
+def _convolve(
+    sm: Sm, f: Fields, channel: Int32, slot: Int32, new: Int32, windows: cute.Tensor, taps: cute.Tensor,
+    j: cutlass.Constexpr,
+) -> Float32:  # fmt: skip
+    """One channel, oldest input first; padding gives 0 and leaves the window alone."""
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(TAPS - 1):
+        total = total + ptx.low_bf16(windows[j * (TAPS - 1) + i]) * taps[j * TAPS + i]
+    total = total + ptx.low_bf16(new) * taps[j * TAPS + TAPS - 1]
+    if slot >= 0:
+        for i in cutlass.range_constexpr(TAPS - 2):
+            ptx.st_global_u16(_window(sm, f, channel, slot, i), windows[j * (TAPS - 1) + i + 1])
+        ptx.st_global_u16(_window(sm, f, channel, slot, TAPS - 2), new)
+    return ptx.select_f32(slot >= 0, total * sigmoid(total), Float32(0.0))
 
 
 @cute.jit
@@ -154,13 +185,16 @@ def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
     for i in cutlass.range_constexpr(slots * warp_rows * per_lane):
         state[i] = Float32(0.0)
     if (slot >= 0) & (is_new(sm, r) == 0):
-        held = Int32(-1)
         for s in cutlass.range_constexpr(slots):
-            held = advance(sm, pos, held, Int32(s))
+            wait_full(sm, pos + s)
             base = ring_slot(sm, pos + s) + sm.lane * (4 * per_lane)
             for v in cutlass.range_constexpr(warp_rows):
                 _load_row(base + (sm.warp * warp_rows + v) * (4 * K), state, (s * warp_rows + v) * per_lane, per_lane)
-        pos = finish_segment(sm, pos, held, Int32(slots))
+        sync(sm)  # all warps have read all slots
+        own = first_own(sm, pos)
+        if own < slots:
+            release(sm, pos + own)
+        pos += slots
     q, k, decay = _load_lane(sm, "q", per_lane), _load_lane(sm, "k", per_lane), _load_lane(sm, "log_decay", per_lane)
     qq, kk, kq = Float32(0.0), Float32(0.0), Float32(0.0)
     for i in cutlass.range_constexpr(per_lane):

@@ -21,6 +21,8 @@ from cute_megakernel.core import (Fields, Sm, address_of, exp, float_of, poll_qu
 from cute_megakernel.shape import CONSUMERS, MAX_BANK
 from cute_megakernel.table import FIELD
 
+LOAD_QUADS = 4  # loads on their way to a thread
+
 
 @cute.jit
 def mix(sm: Sm, f: Fields):
@@ -38,16 +40,20 @@ def _load_row(sm: Sm, f: Fields, r: Int32):
     """Copies one activation row, in groups of `group` columns that start `group_pad` apart."""
     count, start = f["width"] // 4, f["src"] + r * f["src_pitch"]
     group, pad = f["group"] // 4, f["group_pad"] // 4
+    pad = ptx.select(group == count, group, pad)
     x = x_row(sm, r - f["r0"], f)
     first = Int32(0)
     while first < count:
-        pairs = cute.make_rmem_tensor(4, Int32)
-        poll_quads(sm, f.number, start + 2 * first, count - first, 2, pairs)
-        for j in cutlass.range_constexpr(2):
+        pairs = cute.make_rmem_tensor(2 * LOAD_QUADS, Int32)
+        poll_quads(sm, f.number, start + 2 * first, count - first, LOAD_QUADS, pairs)
+        for j in cutlass.range_constexpr(LOAD_QUADS):
             q = first + sm.thread + j * CONSUMERS
             if q < count:
-                st_quad(x + ((q // group) * pad + q % group) * 8, pairs[2 * j], pairs[2 * j + 1])
-        first += 2 * CONSUMERS
+                place = q
+                if pad != group:
+                    place = (q // group) * pad + q % group
+                st_quad(x + place * 8, pairs[2 * j], pairs[2 * j + 1])
+        first += LOAD_QUADS * CONSUMERS
 
 
 @cute.jit
@@ -56,8 +62,9 @@ def _zero_pads(sm: Sm, f: Fields, row: Int32):
     group, pad = f["group"], f["group_pad"]
     x = x_row(sm, row, f)
     gap = (pad - group) // 4
-    total = (f["width"] // group) * gap
-    q = sm.thread
+    total, q = Int32(0), sm.thread
+    if gap > 0:
+        total = (f["width"] // group) * gap
     while q < total:
         st_quad(x + ((q // gap) * pad + group) * 2 + (q % gap) * 8, Int32(0), Int32(0))
         q += CONSUMERS
