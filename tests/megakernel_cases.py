@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from cute_megakernel.megakernel import Images, Megakernel
+from cute_megakernel.megakernel import Images, Megakernel, compiled
 from cute_megakernel.recording import record_local_step
 from cute_megakernel.schedule import make_schedule
 from kimi_kernels.bench_layers import SHARDED, shard_moe
@@ -54,15 +54,26 @@ def some_layers(model: Model, count: int) -> Model:
     return Model(model.config, weights, Images(weights), model.gathered)
 
 
-def real(name: str, tp: int, layers: tuple[int, ...], sharded: bool = False) -> Model:
+def real(name: str, tp: int, layers: tuple[int, ...], sharded: bool) -> Model:
     """Random weights at real size; `sharded`: router and latent projections cut over the ranks too."""
-    config = CONFIGS[name]
-    weights = meta_weights(config, tp, layers=layers)
-    if sharded:
-        weights = dataclasses.replace(weights, layers=tuple(shard_moe(layer, tp) for layer in weights.layers))
-    weights = random_model(weights, torch.Generator(CUDA).manual_seed(5))
-    gathered = dict.fromkeys(SHARDED, tp) if sharded else {}
-    return Model(config.shard(tp), weights, Images(weights), gathered)
+    meta, gathered = real_meta(name, tp, layers, sharded)
+    weights = random_model(meta, torch.Generator(CUDA).manual_seed(5))
+    return Model(CONFIGS[name].shard(tp), weights, Images(weights), gathered)
+
+
+def real_meta(name: str, tp: int, layers: tuple[int, ...], sharded: bool) -> tuple[ModelWeights, dict[str, int]]:
+    meta = meta_weights(CONFIGS[name], tp, layers=layers)
+    if not sharded:
+        return meta, {}
+    cut = tuple(shard_moe(layer, tp) for layer in meta.layers)
+    return dataclasses.replace(meta, layers=cut), dict.fromkeys(SHARDED, tp)
+
+
+def compile_ahead(name: str, tp: int, layers: tuple[int, ...], sharded: bool, rows: int) -> None:
+    """Compiles the kernel of `real`, which needs no memory of the device."""
+    meta, gathered = real_meta(name, tp, layers, sharded)
+    local, sms = CONFIGS[name].shard(tp), torch.cuda.get_device_properties(0).multi_processor_count
+    compiled(make_schedule(record_local_step(local, meta, rows, SLOTS, PAGE, gathered), local, sms).shape)
 
 
 def random_state(model: Model, seed: int = 0, page: int = PAGE, pages: int = PAGES) -> State:
