@@ -60,6 +60,8 @@ class FusedBench:
         layers = [layer for layer in self.config.kda_layers if layer not in self.config.dense_layers]
         more = min(WALK, len(layers) // 2)
         short, long = (self.time_step(layers[:count], spec.sharded) for count in (more, 2 * more))
+        if long.us <= short.us:
+            raise RuntimeError(f"{2 * more} layers took {long.us:.2f} us, {more} layers {short.us:.2f} us")
         row.sets, row.cold = 2 * more, True
         us, p20, p80 = ((getattr(long, what) - getattr(short, what)) / more for what in ("us", "p20_us", "p80_us"))
         row.set_timing(Timing(us, p20, p80, long.calls, long.replays), self.bench.ceiling)

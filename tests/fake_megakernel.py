@@ -19,9 +19,9 @@ class Fake(Megakernel):
     """A Megakernel on the CPU: the reference runs in place of the launch and leaves its outputs in the same words;
     `breakages` change the output of op calls by their number."""
 
-    def __init__(self, config, weights, state, rows, breakages=None):
+    def __init__(self, config, weights, state, rows, breakages=None, schedule=None):
         self.config, self.weights, self.state, self.breakages = config, weights, state, breakages or {}
-        self.schedule = make_schedule(record_local_step(config, weights, rows), config, SMS)
+        self.schedule = schedule or make_schedule(record_local_step(config, weights, rows), config, SMS)
         self.written = {buffer.index for row in self.schedule.rows for buffer in row.writes}
         self.words = torch.zeros(self.schedule.words, dtype=torch.int64)
         self.times = torch.zeros(SMS * len(self.schedule.rows) * 2, dtype=torch.int64)
