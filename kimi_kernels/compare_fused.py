@@ -14,11 +14,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from tqdm import tqdm
 
 from kimi_kernels.backends import make_ops, rounded, single_rank
 from kimi_kernels.compare import Result, assert_same_bits, compare_outputs, reference_bounds, run_on_clones
-from kimi_kernels.compare_step import OpReport, OverBound, StepReport, check_feed
+from kimi_kernels.compare_step import OpReport, OverBound, StepReport, check_feed, feed
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput, decode_step
 from kimi_kernels.decoder import Decoder
@@ -49,18 +48,7 @@ def compare_fused(
     side, other = ("left", right) if left == FUSED else ("right", left)
     decoder = _Walking(config, weights, FUSED, 1, steps, str(device), kernel_options={"taps": True})
     decoder.walk = Walk(config, weights, decoder.kernel, report, {other: make_ops(other, device)}, side)
-    for layer in decoder.state.layers:
-        for pool in vars(layer).values():
-            pool.fill_(torch.nan)
-    token = tokens[0]
-    try:
-        for step in tqdm(range(steps), unit="step", disable=None if progress else True):
-            token = tokens[step] if step < len(tokens) else token
-            report.fed.append(token)
-            token = int(decoder.step(torch.tensor([token], device=device)).tokens[0])
-            report.steps += 1
-    except OverBound as failure:
-        report.failure = str(failure)
+    feed(decoder, tokens, steps, report, progress)
     return report
 
 

@@ -77,10 +77,16 @@ def compare_step(
     pair = _Pair(sides, weights, report)
     # backend "reference": the pair runs on the host side step by step, never in a graph
     decoder = Decoder(config, weights, "reference", 1, steps, str(device), ops=pair.namespace())
+    feed(decoder, tokens, steps, report, progress)
+    return report
+
+
+def feed(decoder: Decoder, tokens: list[int], steps: int, report: StepReport, progress: bool) -> None:
+    """From pools of NaN: `tokens`, then the greedy continuation, until `steps` are done or an op leaves its bound."""
     for layer in decoder.state.layers:
         for pool in vars(layer).values():
             pool.fill_(torch.nan)
-    token = tokens[0]
+    token, device = tokens[0], decoder.tokens.device
     try:
         for step in tqdm(range(steps), unit="step", disable=None if progress else True):
             token = tokens[step] if step < len(tokens) else token
@@ -90,7 +96,6 @@ def compare_step(
             report.steps += 1
     except OverBound as failure:
         report.failure = str(failure)
-    return report
 
 
 def check_feed(caller: str, tokens: list[int], steps: int, weights: ModelWeights) -> None:

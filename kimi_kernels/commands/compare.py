@@ -1,4 +1,7 @@
-"""`kimi-kernels compare`: two backends side by side, op by op on the same inputs, against the bound of each op."""
+"""`kimi-kernels compare`: two backends side by side, op by op on the same inputs, against the bound of each op.
+
+Where one side is the megakernel, the inputs are those inside the fused kernel (`compare_fused.py`).
+"""
 
 import argparse
 from dataclasses import asdict
@@ -14,7 +17,12 @@ from kimi_kernels.hf_config import load_config
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
-    parser.add_argument("--left", choices=BACKENDS, default="reference", help="its outputs go on; default reference")
+    parser.add_argument(
+        "--left",
+        choices=BACKENDS,
+        default="reference",
+        help="default reference; its outputs go on, or those of a megakernel",
+    )
     parser.add_argument("--right", choices=BACKENDS, default="triton", help="default triton")
     parser.add_argument("--steps", type=common.positive, default=4, metavar="N", help="decode steps (default 4)")
     parser.add_argument(
