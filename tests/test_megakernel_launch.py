@@ -74,7 +74,8 @@ def test_padded_rows_touch_nothing_mini(family, first_valid_slot):
 @pytest.mark.parametrize("seed", (1, 2, 3))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_delayed_warps_change_no_bit_mini(family, seed):
-    """Fault C08: data never overtakes its tag, whoever is late."""
+    """Fault C08: data never overtakes its tag, whoever is late. Fault C01: no head reads a convolution window that
+    another has shifted."""
     model = mini(family)
     quiet, slow = kernel_of(model, ROWS), kernel_of(model, ROWS, delay_seed=seed)
     for step in range(3):
@@ -198,7 +199,7 @@ def test_two_launches_of_one_instance_end_with_an_error_mini():
 
 
 def test_two_instances_beside_each_other_mini():
-    """Nothing is shared but the images."""
+    """Fault C11: nothing is shared but the images."""
     model, sms = mini("kimi-linear"), half_the_device()
     alone = kernel_of(model, ROWS, sms=sms, delay_seed=2)
     tokens, batch = first_case(model)
