@@ -18,6 +18,7 @@ from cute_megakernel.encode import Encoder
 from cute_megakernel.images import image
 from cute_megakernel.recording import Pool, Weight, record_local_step, weight_paths
 from cute_megakernel.schedule import Schedule, make_schedule
+from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput
 from kimi_kernels.state import Batch, State
@@ -28,9 +29,10 @@ MAX_ROWS = 8
 DEFAULT_IN_FLIGHT = 4  # copies on their way to an SM at most
 POLL_NS = 0  # between two looks at activations that are not there yet
 OVERLAP = 1 << 30
+NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has
 
 
-class MegakernelError(RuntimeError):
+class MegakernelError(BackendError):
     """A launch that could not finish; says which row of the table waited in vain, and where."""
 
 
@@ -169,6 +171,10 @@ class Megakernel:
             f"{self._limit_ns / 1e9:g} s for {[view.buffer.name for view in row.reads]}"
         )
 
+    def poison(self) -> None:
+        """Fills the workspace with NaN that no launch takes for its own; nothing of this instance may be running."""
+        self.words.fill_(NAN_WORD)
+
     def reset(self) -> None:
         """Forgets all launches; nothing of this instance may be running."""
         self.control.zero_()
@@ -181,6 +187,20 @@ class Megakernel:
         payload = words.reshape(buffer.rows, place.pitch, 2)[:, :, 0].contiguous()
         values = payload if buffer.dtype == torch.int32 else payload.view(buffer.dtype)
         return values[:, : buffer.width]
+
+    def handed_on(self, index: int) -> Tensor | None:
+        """`tap`, or the tensor that the buffer went to instead; None where no row hands it on."""
+        buffer = self.schedule.recording.buffers[index]
+        head = self.schedule.recording.calls[-1]
+        assert head.op == "argmax"
+        outside = {
+            head.args["logits"].buffer.index: self.logits,
+            head.outputs[0].index: self.next_tokens.unsqueeze(1),
+            head.outputs[1].index: self.next_values.unsqueeze(1),
+        }
+        if index in outside:
+            return outside[index]
+        return self.tap(index) if any(buffer in row.writes for row in self.schedule.rows) else None
 
     def _check_inputs(self, tokens: Tensor, batch: Batch) -> None:
         expected = {
