@@ -1,4 +1,4 @@
-"""The decode step as one persistent CuTe DSL launch: `megakernel.Megakernel`. Imports without the DSL and without a GPU.
+"""The decode step as one persistent CuTe DSL launch: recorded from `decode_step`, scheduled, compiled, launched.
 
     recording.py   the op calls of one step, from the one statement of it
     lowering.py    calls -> rows: what is done together, in which order; `rows.py` says what a row is

@@ -241,3 +241,25 @@ def test_what_cannot_run_is_refused_mini():
         kernel.step(tokens_of(model, 3), batch_of([0, 1], [1, 1]))
     with pytest.raises(ValueError, match="step: slots must be"):
         kernel.step(tokens_of(model, 2), batch_of([0, 1, 2], [1, 1, 1]))
+
+
+@pytest.mark.parametrize("rows", (1, ROWS))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_in_many_launches_has_the_same_bits_mini(family, rows):
+    """Each part ends before the next begins, so nothing can be read too early, and hand-overs hide no difference."""
+    model = mini(family)
+    state = random_state(model)
+    whole, parts = kernel_of(model, rows, state), kernel_of(model, rows, random_state(model))
+    copy_state(parts.state, state)
+    assert len(parts.schedule.part_starts()) > 2 * len(model.weights.layers)
+    for step in range(3):
+        tokens, batch = (
+            tokens_of(model, rows, step),
+            batch_of([3, 0, 7, 5][:rows], [31 + step, 1 + step, 64, 17][:rows]),
+        )
+        expected = run(whole, tokens, batch).clone()
+        found = parts.step_in_parts(tokens, batch)
+        parts.check()
+        assert_same_bits(expected, found.logits, f"logits of step {step}")
+        assert_same_bits(whole.next_tokens, found.tokens, f"tokens of step {step}")
+    assert_same_state(whole.state, parts.state)
