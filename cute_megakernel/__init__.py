@@ -7,4 +7,6 @@
     images.py      weights in the order in which they are streamed
     kernel.py      the launch; `core.py`, `stream.py` and `stages/` are its parts, `ptx.py` its instructions
     megakernel.py  one instance: memory, compiled kernel, steps, errors
+
+All but the parts of the launch imports without the DSL and without a GPU.
 """
