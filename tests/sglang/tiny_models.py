@@ -1,0 +1,46 @@
+"""Tiny float32 checkpoints that SGLang can run on a CPU: MINI configs with the dims that its kernels ask for.
+
+SGLang's MLA kernel takes latents of 288 or 576 channels, its attention-residual kernel hidden sizes in multiples of 1024
+(it has no mask), and its CPU experts leave `routed_scaling_factor` out.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from kimi_kernels.config import K3_MINI, KIMI_LINEAR_MINI, KimiConfig
+from kimi_kernels.hf_config import write_config
+from kimi_kernels.mini import random_tensors
+
+FOR_SGLANG = dict(kv_lora_rank=256, qk_rope_dim=32, qk_nope_dim=32, v_dim=32, routed_scaling=1.0, dtype=torch.float32)
+TINY_KIMI_LINEAR = dataclasses.replace(KIMI_LINEAR_MINI, num_layers=4, mla_layers=(1, 3), mla_heads=2, **FOR_SGLANG)
+TINY_K3 = dataclasses.replace(
+    K3_MINI, num_layers=4, mla_layers=(1, 3), hidden_size=1024, kda_heads=2, mxfp4_experts=False, **FOR_SGLANG
+)
+TINY = {"kimi-linear": TINY_KIMI_LINEAR, "k3": TINY_K3}
+
+
+def write_tiny(directory: Path | str, family: str, seed: int = 0) -> KimiConfig:
+    """Writes the checkpoint of one family; K3 as its text model, `KimiK3LinearForCausalLM`, without the vision tower."""
+    config = TINY[family]
+    tensors = random_tensors(config, seed)
+    released = write_config(config)
+    if family == "k3":
+        text = released["text_config"] | {"architectures": ["KimiK3LinearForCausalLM"], "dtype": "float32"}
+        released = text
+        tensors = {
+            name.removeprefix("language_model.").replace("block_sparse_moe", "mlp"): tensor
+            for name, tensor in tensors.items()
+        }
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(released, indent=2) + "\n")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return config
