@@ -35,6 +35,7 @@ USED = (
     "sglang.srt.mem_cache.memory_pool.HybridLinearKVPool.get_key_buffer",
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     "sglang.srt.plugins.hook_registry.HookRegistry._hooks",
+    "sglang.srt.configs.mamba_utils.mamba2_state_dtype",
     "sglang.srt.arg_groups.choices.add_linear_attn_kernel_backend_choices",
     f"{KDA_DISPATCHER}.__init__",
     f"{KDA_BACKEND}.forward_decode",
@@ -142,9 +143,10 @@ def act_dtype(text: Any) -> "torch.dtype":
     return text.lm_head.weight.dtype
 
 
-def conv_dtype() -> "torch.dtype":
-    """Dtype of SGLang's convolution windows."""
-    return importlib.import_module("sglang.srt.configs.mamba_utils").mamba2_state_dtype().conv
+def state_dtypes(hf_config: Any) -> "tuple[torch.dtype, torch.dtype]":
+    """Dtypes that SGLang will give the convolution windows and the recurrent states."""
+    dtypes = importlib.import_module("sglang.srt.configs.mamba_utils").mamba2_state_dtype(hf_config)
+    return dtypes.conv, dtypes.temporal
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ that is named and cannot run stops the server, it is never replaced by another.
 """
 
 import importlib
+import importlib.util
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -59,7 +60,7 @@ def pick_runner(
         return OpsRunner(config, weights, wanted, device), f"{VARIABLE}={wanted}"
     reason = megakernel_unsupported(config, max_rows, device)
     if reason is None:
-        return importlib.import_module(MEGAKERNEL_MODULE).Runner(config, weights, max_rows), "it runs on this device"
+        return megakernel_module().Runner(config, weights, max_rows), "it runs on this device"
     if wanted == "megakernel":
         raise BackendError(f"{VARIABLE}=megakernel: {reason}")
     return OpsRunner(config, weights, "triton", device), f"no megakernel: {reason}"
@@ -69,10 +70,18 @@ def megakernel_unsupported(config: KimiConfig, max_rows: int, device: torch.devi
     """Why the megakernel cannot run this model here, None where it can."""
     if device.type != "cuda":
         return f"device {device.type}"
+    module = megakernel_module()
+    return module if isinstance(module, str) else module.unsupported(config, max_rows, device)
+
+
+def megakernel_module() -> Any:
+    """The module of the megakernel, or in words why there is none.
+
+    It offers `unsupported(config, max_rows, device) -> str | None` and `Runner(config, weights, max_rows)`.
+    """
     if importlib.util.find_spec(MEGAKERNEL_MODULE) is None:
         return f"this version has no {MEGAKERNEL_MODULE}"
     try:
-        module = importlib.import_module(MEGAKERNEL_MODULE)
+        return importlib.import_module(MEGAKERNEL_MODULE)
     except ImportError as error:
         return f"{MEGAKERNEL_MODULE} does not import: {error}"
-    return module.unsupported(config, max_rows, device)

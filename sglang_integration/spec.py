@@ -93,8 +93,11 @@ def model_reasons(model: Any, hf_config: Any) -> list[str]:
     text = compat.text_model(model)
     config = model_config(hf_config, compat.act_dtype(text))
     reasons = weight_problems(text, config)
-    if compat.conv_dtype() != config.dtype:
-        reasons.append(f"SGLANG_MAMBA_CONV_DTYPE gives {compat.conv_dtype()}, the model runs in {config.dtype}")
+    conv, temporal = compat.state_dtypes(hf_config)
+    if conv != config.dtype:
+        reasons.append(f"SGLANG_MAMBA_CONV_DTYPE gives {conv}, the model runs in {config.dtype}")
+    if temporal != torch.float32:
+        reasons.append(f"the state dtype is {temporal}, not torch.float32")
     if text.capture_aux_hidden_states:
         reasons.append("hidden states of inner layers are captured, the step does not return them")
     if getattr(text.config, "logit_scale", 1.0) != 1.0:

@@ -1,0 +1,130 @@
+"""Real engines of SGLang on tiny checkpoints, each in a process of its own, two at a time.
+
+One workload for all: six requests of mixed lengths at once, prefill in chunks of 16 mixed with running decodes, prefix
+cache with state, and the same six again, which then hit the cache. What differs is who decodes.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tiny_models import write_tiny
+
+SHIM = Path(__file__).parent / "shim"
+AT_ONCE = 2
+SECONDS = 240
+# greedy: chosen so that decodes run beside prefill chunks, alone and together
+NEW = (3, 5, 2, 6, 4, 5)
+ENGINE = dict(
+    device="cpu",
+    dtype="float32",
+    skip_tokenizer_init=True,
+    disable_cuda_graph=True,
+    attention_backend="triton",
+    # Triton programs are slow in the interpreter, and one split serves short contexts
+    triton_attention_num_kv_splits=1,
+    mem_fraction_static=0.3,
+    max_total_tokens=2048,
+    max_mamba_cache_size=40,
+    max_running_requests=6,
+    context_length=512,
+    chunked_prefill_size=16,
+    enable_mixed_chunk=True,
+    # what SGLang allows on a CPU: prefix cache without extra state buffers, no overlap of steps
+    mamba_radix_cache_strategy="no_buffer",
+    disable_overlap_schedule=True,
+    random_seed=0,
+    watchdog_timeout=1200,
+    log_level="info",
+)
+ENVIRONMENT = dict(
+    TRITON_INTERPRET="1",
+    SGLANG_MAMBA_CONV_DTYPE="float32",
+    # compiling SGLang's small torch functions takes 40 s and gains nothing here
+    TORCHDYNAMO_DISABLE="1",
+    OMP_NUM_THREADS="1",
+    PYTHONPATH=str(SHIM),
+    PYTHONWARNINGS="ignore",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine: `arguments` and `environment` on top of the common ones, `requests` of the workload it runs."""
+
+    family: str
+    arguments: tuple[tuple[str, object], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    requests: tuple[int, ...] = tuple(range(6))
+    rounds: int = 2
+    new: tuple[int, ...] = NEW
+
+
+FLAG = (("enable_nvidia_megakernel", True),)
+PER_OP = (("linear_attn_decode_backend", "kimi_triton"),)
+REFERENCE = (("KIMI_SGLANG_RUNNER", "reference"),)
+JOBS = {
+    "kimi-linear stock": Job("kimi-linear"),
+    "kimi-linear flag": Job("kimi-linear", FLAG, REFERENCE),
+    "kimi-linear per-op": Job("kimi-linear", PER_OP),
+    "k3 stock": Job("k3"),
+    "k3 flag": Job("k3", FLAG, REFERENCE),
+    "k3 per-op": Job("k3", PER_OP),
+    # the Triton ops in the interpreter take seconds a step: fewer requests, fewer tokens
+    "kimi-linear flag, triton": Job("kimi-linear", FLAG, (), (3, 5), 1, (3,) * 6),
+    "k3 flag, triton": Job("k3", FLAG, (), (3, 5), 1, (3,) * 6),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    rounds: list[dict]
+    log: str
+
+
+def prompts() -> list[list[int]]:
+    """Six prompts; three share prefixes of 20 to 40 tokens, one is a single token."""
+    draw = random.Random(0)
+
+    def ids(count: int) -> list[int]:
+        return [draw.randrange(3, 250) for _ in range(count)]
+
+    base = ids(40)
+    return [base + [7], base[:20] + [9, 9], ids(23), [5], base[:33], ids(3)]
+
+
+class Engines:
+    """Starts every job at once, `AT_ONCE` running; `outcome(name)` waits for one."""
+
+    def __init__(self, folder: Path, names: tuple[str, ...] = tuple(JOBS)):
+        self.folder = folder
+        for family in ("kimi-linear", "k3"):
+            write_tiny(folder / family, family)
+        self._pool = ThreadPoolExecutor(AT_ONCE)
+        self._futures: dict[str, Future] = {name: self._pool.submit(self._run, name, JOBS[name]) for name in names}
+
+    def outcome(self, name: str) -> Outcome:
+        return self._futures[name].result()
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, name: str, job: Job) -> Outcome:
+        base = self.folder / name.replace(" ", "-").replace(",", "")
+        chosen = [prompts()[index] for index in job.requests]
+        round_ = {"prompts": chosen, "new": [job.new[index] for index in job.requests]}
+        engine = {**ENGINE, "model_path": str(self.folder / job.family), **dict(job.arguments)}
+        base.with_suffix(".job").write_text(json.dumps({"engine": engine, "rounds": [round_] * job.rounds}))
+        command = [sys.executable, "-m", "sglang_integration.engine_run"]
+        command += [str(base.with_suffix(suffix)) for suffix in (".job", ".json")]
+        environment = {**os.environ, **ENVIRONMENT, **dict(job.environment)}
+        with base.with_suffix(".log").open("w") as log:
+            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=SECONDS)
+        text = base.with_suffix(".log").read_text()
+        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{text[-3000:]}"
+        return Outcome(json.loads(base.with_suffix(".json").read_text())["rounds"], text)
