@@ -1,7 +1,7 @@
-"""SGLang's loaded weights as `ModelWeights`: views where the layouts agree, shared storage where SGLang only needs views.
+"""SGLang's loaded weights as `ModelWeights`: views where the layouts agree, one storage for both where they do not.
 
-    shared   everything read as it lies; and stacked projections of one input, whose modules are pointed into the stacked
-             tensor, as SGLang's own `_merge_weights_as_views` does: the old storage is freed, nothing is held twice
+    shared   everything read as it lies; and stacked projections of one input: the parameters of SGLang's modules become
+             views of the stacked tensor, as in its own `_merge_weights_as_views`, and the old storage is freed
     copied   Kimi-Linear's KDA input projection (SGLang: q k v b f_a g_a, here: q k v g_a f_a b; both orders are read),
              and small vectors that the ops want in float32
     kept     MXFP4 experts as loaded, beside the repacked ones that SGLang's prefill reads
@@ -55,7 +55,7 @@ def model_weights(text: Any, config: KimiConfig, extra: Extra) -> ModelWeights:
 
 
 def stack_in_place(modules: Sequence[Any], tail: Tensor | None = None) -> Tensor:
-    """The weights [N_i, C] of `modules` one below the other in one new tensor, which their parameters then are views of.
+    """The weights [N_i, C] of `modules` one below the other in one new tensor; their parameters become views of it.
 
     `tail` [M, C] is appended and belongs to no module. -> [sum of N_i + M, C]
     """

@@ -200,7 +200,7 @@ def is_plain_decode(forward_batch: Any) -> bool:
 
 
 def logits_output(text: Any, logits: "torch.Tensor", forward_batch: Any) -> Any:
-    """What the model's forward returns to SGLang's sampler: logits [B, VOCAB] as float32, in its buffer if it has one."""
+    """What the model's forward hands to the sampler: logits [B, VOCAB] as float32, in its buffer where it has one."""
     module = importlib.import_module("sglang.srt.layers.logits_processor")
     wanted = module.LogitsMetadata.from_forward_batch(forward_batch)
     filled = text.logits_processor._copy_logits_to_buffer(logits, wanted)

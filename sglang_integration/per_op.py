@@ -1,4 +1,4 @@
-"""`--linear-attn-decode-backend kimi_triton`: SGLang's own step, with the Triton ops of this repository in its KDA layers.
+"""`--linear-attn-decode-backend kimi_triton`: SGLang's own step with our Triton ops in its KDA layers.
 
     causal_conv1d, kda_gate_bounded or kda_gate_softplus, kda_recurrent      in place of SGLang's conv and recurrence
 

@@ -1,7 +1,7 @@
 """Entry point of the group `sglang.srt.plugins`: SGLang calls `register()` in each of its processes, at their start.
 
-Imports no torch. SGLang requires the entry point `nvidia_megakernel`; a second one, `kimi_k3_megakernel`, survives where
-another package defines the same name. Both lead here, and registering twice changes nothing.
+Imports no torch. SGLang requires the entry point `nvidia_megakernel`; a second one, `kimi_k3_megakernel`, survives
+where another package defines the same name. Both lead here, and registering twice changes nothing.
 """
 
 import logging
@@ -19,7 +19,7 @@ SPECS = {
 
 
 def register() -> None:
-    """Registers the specs and the op backend; where this SGLang cannot take them, one line in the log and nothing else."""
+    """Registers the specs and the op backend. Where this SGLang cannot take them: one line in the log, nothing else."""
     reason = compat.unsupported_version()
     if reason:
         logger.warning("kimi-kernels registers nothing: %s", reason)

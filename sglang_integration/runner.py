@@ -1,4 +1,4 @@
-"""What runs a decode step behind the flag: one small interface, several implementations, the choice said once in the log.
+"""What runs a decode step behind the flag: one small interface, and a choice that the log says once, with its reason.
 
     runner, why = pick_runner(config, weights, max_rows, device)
     logits = runner.step(state, batch, tokens)                     [R, VOCAB] act

@@ -1,4 +1,4 @@
-"""What the whole-step plugin serves, as one MegakernelSpec per architecture; all it does not serve is a reason in words.
+"""What the whole-step plugin serves, one MegakernelSpec per architecture; what it does not serve is a reason in words.
 
 SGLang checks a spec before it loads weights and joins every reason into one refusal. Features that are not listed
 (`features` is empty) are refused by name: pipeline, expert and context parallelism, speculative decoding, LoRA, ...

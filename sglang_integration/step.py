@@ -1,7 +1,7 @@
 """The object behind the flag: decides per step on the host, runs covered steps through the runner.
 
-Covered: decode, one token a request, up to 8 rows. Prefill, chunked and mixed batches, wider batches and steps that want
-hidden states run SGLang's own forward; its log names the batch sizes whose CUDA graphs run this step.
+Covered: decode, one token a request, up to 8 rows. Prefill, chunked and mixed batches, wider batches and steps that
+want hidden states run SGLang's own forward; its log names the batch sizes whose CUDA graphs run this step.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@
     slots            mamba_cache_indices           [B] int32; 0 while graphs are captured, -1 in padded rows
     page table       req_to_token[request]         every PAGE-th token slot, divided by PAGE
 
-Slot 0 of the mamba pool is SGLang's for padding, so the first valid slot is 1. A padded row keeps no tokens: its seq_len
-becomes 0, whatever fill value the graph's buffer holds. Decode never starts a sequence, `is_new` is always False.
+Slot 0 of the mamba pool is SGLang's for padding, so the first valid slot is 1. A padded row keeps no tokens: its
+seq_len becomes 0, whatever fill value the graph's buffer holds. Decode never starts a sequence: `is_new` is False.
 
 Source   sgl-project/sglang srt/mem_cache/memory_pool.py, srt/layers/attention/hybrid_linear_attn_backend.py (0.5.23)
 """
@@ -42,7 +42,7 @@ class PoolViews:
 
 
 def pool_state(running: Running, config: KimiConfig) -> State:
-    """One KdaState or MlaState per layer; `config` is this rank's. Raises ValueError naming a layer that does not fit."""
+    """One KdaState or MlaState per layer; `config` is this rank's. Raises ValueError naming a misfit."""
     return State(tuple(_layer_state(running, config, layer) for layer in range(config.num_layers)))
 
 

@@ -91,11 +91,11 @@ def _residual(config: KimiConfig, name: str) -> dict[str, Want]:
 def _kda(config: KimiConfig) -> dict[str, Want]:
     act, D, H, F = config.dtype, config.hidden_size, config.kda_heads, config.decay_rank
     width = H * config.kda_head_dim
+    shapes: dict[str, tuple[int, ...]] = {"o_proj": (D, width)}
     if config.full_rank_out_gate:
-        shapes = {"fused_qkvg_proj": (4 * width, D), "f_a_proj": (F, D), "b_proj": (H, D), "f_b_proj": (width, F)}
+        shapes |= {"fused_qkvg_proj": (4 * width, D), "f_a_proj": (F, D), "b_proj": (H, D), "f_b_proj": (width, F)}
     else:
-        shapes = {"fused_qkvbfg_a_proj": (3 * width + H + 2 * F, D), "fused_fg_b_proj": (2, width, F)}
-    shapes["o_proj"] = (D, width)
+        shapes |= {"fused_qkvbfg_a_proj": (3 * width + H + 2 * F, D), "fused_fg_b_proj": (2, width, F)}
     return {
         **{f"self_attn.{name}.weight": Want(shape, act) for name, shape in shapes.items()},
         "self_attn.attn.conv_weights": Want((3 * width, config.conv_taps), torch.float32),

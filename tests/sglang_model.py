@@ -1,4 +1,4 @@
-"""A checkpoint in the shapes that SGLang's models hold after loading: modules as plain namespaces, tensors in its order.
+"""A checkpoint as SGLang's models hold it after loading: modules as plain namespaces, tensors in its order.
 
 Written from SGLang's loaders, not from `sglang_integration.build`, which is tested with it.
 """

@@ -1,4 +1,4 @@
-"""SGLang's loaded weights become ours bit for bit, without a second copy; what does not fit is named. Needs no SGLang."""
+"""SGLang's loaded weights become ours bit for bit, without a second copy; what does not fit is named. Needs none."""
 
 import dataclasses
 from collections.abc import Iterator

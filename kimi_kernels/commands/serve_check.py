@@ -23,7 +23,7 @@ from kimi_kernels.hf_config import load_config
 PROGRAM = "sglang_integration.engine_run"
 STOCK = "stock"
 # column -> arguments of sglang.Engine on top of the common ones
-VARIANTS = {
+VARIANTS: dict[str, dict[str, object]] = {
     "flag": {"enable_nvidia_megakernel": True},
     "per-op": {"linear_attn_decode_backend": "kimi_triton"},
 }
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> dict:
     round_ = {"prompts": prompts, "new": [args.new] * args.batch}
     common = {"model_path": args.dir, "skip_tokenizer_init": True, "disable_radix_cache": True, "log_level": "info"}
     results, logs = {}, {}
-    for name, extra in ((STOCK, {}), (args.against, VARIANTS[args.against])):
+    variants: dict[str, dict[str, object]] = {STOCK: {}, args.against: VARIANTS[args.against]}
+    for name, extra in variants.items():
         job = {"engine": {**common, **args.engine, **extra}, "rounds": [round_] * args.rounds}
         results[name], logs[name] = _run_engine(name, job)
     stock, ours = (results[name]["rounds"][-1] for name in (STOCK, args.against))
@@ -120,7 +121,7 @@ def show(result: dict, console: Console) -> None:
     console.print(table)
     console.print(f"logprobs    differ by {result['worst_logprob_difference']:.2e} at most, where the text is the same")
     for name in names:
-        speed = result["ms_per_token"][name]
-        console.print(f"{name:10}  {speed:,.3f} ms per token, {1e3 / speed:,.1f} tokens/s for each of {result['batch']}")
+        speed, batch = result["ms_per_token"][name], result["batch"]
+        console.print(f"{name:10}  {speed:,.3f} ms per token, {1e3 / speed:,.1f} tokens/s for each of {batch}")
     for line in result["log"]:
         console.print(f"log         {line}", soft_wrap=True)

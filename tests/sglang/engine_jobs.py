@@ -1,4 +1,4 @@
-"""Real engines of SGLang on tiny checkpoints, each in a process of its own, two at a time.
+"""Real engines of SGLang on tiny checkpoints, two at a time.
 
 One workload for all: six requests of mixed lengths at once, prefill in chunks of 16 mixed with running decodes, prefix
 cache with state, and the same six again, which then hit the cache. What differs is who decodes.
@@ -9,13 +9,14 @@ import os
 import random
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiny_models import write_tiny
 
-SHIM = Path(__file__).parent / "shim"
+HERE = Path(__file__).parent
+SHIM = HERE / "shim"
 AT_ONCE = 2
 SECONDS = 240
 # greedy: chosen so that decodes run beside prefill chunks, alone and together
@@ -29,6 +30,8 @@ ENGINE = dict(
     # Triton programs are slow in the interpreter, and one split serves short contexts
     triton_attention_num_kv_splits=1,
     mem_fraction_static=0.3,
+    # the host imported everything; a warm-up request would be a third of the work
+    skip_server_warmup=True,
     max_total_tokens=2048,
     max_mamba_cache_size=40,
     max_running_requests=6,
@@ -99,32 +102,46 @@ def prompts() -> list[list[int]]:
 
 
 class Engines:
-    """Starts every job at once, `AT_ONCE` running; `outcome(name)` waits for one."""
+    """Starts a host for all jobs at once; `outcome(name)` waits for one."""
 
     def __init__(self, folder: Path, names: tuple[str, ...] = tuple(JOBS)):
-        self.folder = folder
+        self.folder, self.names = folder, names
         for family in ("kimi-linear", "k3"):
             write_tiny(folder / family, family)
-        self._pool = ThreadPoolExecutor(AT_ONCE)
-        self._futures: dict[str, Future] = {name: self._pool.submit(self._run, name, JOBS[name]) for name in names}
+        for name in names:
+            self._base(name).with_suffix(".job").write_text(json.dumps(self._job(JOBS[name])))
+        command = [
+            sys.executable,
+            str(HERE / "engine_host.py"),
+            str(AT_ONCE),
+            *(str(self._base(name)) for name in names),
+        ]
+        self._log = (folder / "host.log").open("w")
+        self._host = subprocess.Popen(
+            command, env={**os.environ, **ENVIRONMENT}, stdout=self._log, stderr=subprocess.STDOUT
+        )
 
     def outcome(self, name: str) -> Outcome:
-        return self._futures[name].result()
+        """Raises AssertionError with the end of the log where the engine did not finish."""
+        over, deadline = self._base(name).with_suffix(".rc"), time.monotonic() + SECONDS
+        while not over.exists():
+            host = f"the host ended:\n{(self.folder / 'host.log').read_text()[-3000:]}"
+            assert self._host.poll() is None or over.exists(), host
+            assert time.monotonic() < deadline, f"{name} did not finish in {SECONDS} s"
+            time.sleep(0.2)
+        log = self._base(name).with_suffix(".log").read_text()
+        assert int(over.read_text()) == 0, f"{name} failed:\n{log[-3000:]}"
+        return Outcome(json.loads(self._base(name).with_suffix(".json").read_text())["rounds"], log)
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        self._host.terminate()
+        self._host.wait()
+        self._log.close()
 
-    def _run(self, name: str, job: Job) -> Outcome:
-        base = self.folder / name.replace(" ", "-").replace(",", "")
-        chosen = [prompts()[index] for index in job.requests]
-        round_ = {"prompts": chosen, "new": [job.new[index] for index in job.requests]}
+    def _base(self, name: str) -> Path:
+        return self.folder / name.replace(" ", "-").replace(",", "")
+
+    def _job(self, job: Job) -> dict:
+        round_ = {"prompts": [prompts()[i] for i in job.requests], "new": [job.new[i] for i in job.requests]}
         engine = {**ENGINE, "model_path": str(self.folder / job.family), **dict(job.arguments)}
-        base.with_suffix(".job").write_text(json.dumps({"engine": engine, "rounds": [round_] * job.rounds}))
-        command = [sys.executable, "-m", "sglang_integration.engine_run"]
-        command += [str(base.with_suffix(suffix)) for suffix in (".job", ".json")]
-        environment = {**os.environ, **ENVIRONMENT, **dict(job.environment)}
-        with base.with_suffix(".log").open("w") as log:
-            done = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=SECONDS)
-        text = base.with_suffix(".log").read_text()
-        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{text[-3000:]}"
-        return Outcome(json.loads(base.with_suffix(".json").read_text())["rounds"], text)
+        return {"engine": engine, "rounds": [round_] * job.rounds, "environment": dict(job.environment)}

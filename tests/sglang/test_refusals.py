@@ -1,11 +1,21 @@
-"""Settings that the whole step does not serve are refused by SGLang itself, before weights are loaded, with the reason."""
+"""What the whole step does not serve is refused by SGLang itself, before weights are loaded, with the reason."""
 
 import json
+import os
 
 import pytest
 from engine_jobs import ENGINE
 
 HEAD = "--enable-nvidia-megakernel cannot run this setup:"
+
+
+@pytest.fixture(autouse=True)
+def same_environment():
+    """SGLang's resolution sets variables of the process, the state dtype among them."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def resolve(path, **arguments):
@@ -41,13 +51,14 @@ def test_the_engine_tests_settings_are_served(tiny, family):
      "moe_runner_backend 'flashinfer_cutlass' is not one of ['auto', 'triton']"),
     (dict(pp_size=2), "pipeline parallelism is in use and kimi-kernels-kimi-linear does not accept it"),
     (dict(enable_memory_saver=True), "memory release is in use and kimi-kernels-kimi-linear does not accept it"),
+    (dict(enable_torch_compile=True), "torch-compiled decode is in use and kimi-kernels-kimi-linear does not accept it"),
     (dict(enable_lora=True, max_lora_rank=8, lora_target_modules=["q_proj"]),
      "LoRA is in use and kimi-kernels-kimi-linear does not accept it"),
     (dict(speculative_algorithm="EAGLE"),
      "speculative decoding is in use and kimi-kernels-kimi-linear does not accept it"),
 ], ids=lambda value: next(iter(value)) if isinstance(value, dict) else "")  # fmt: skip
 def test_an_unsupported_setting_is_named(tiny, arguments, reason):
-    """Fault T12: modes without metadata; those that cannot run are not let in."""
+    """Faults T12, T14: modes without metadata, compilation that does not see what changes in place: not let in."""
     assert reasons(tiny / "kimi-linear", **arguments) == [reason]
 
 

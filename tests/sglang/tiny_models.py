@@ -1,7 +1,8 @@
 """Tiny float32 checkpoints that SGLang can run on a CPU: MINI configs with the dims that its kernels ask for.
 
-SGLang's MLA kernel takes latents of 288 or 576 channels, its attention-residual kernel hidden sizes in multiples of 1024
-(it has no mask), and its CPU experts leave `routed_scaling_factor` out.
+SGLang's MLA kernel takes latents of 288 or 576 channels, its attention-residual kernel hidden sizes in multiples of
+1024 (it has no mask), and its CPU experts leave `routed_scaling_factor` out. Three layers hold every kind: KDA with a
+dense MLP, MLA with experts, KDA with experts at the start of a second residual block.
 """
 
 import dataclasses
@@ -15,16 +16,25 @@ from kimi_kernels.config import K3_MINI, KIMI_LINEAR_MINI, KimiConfig
 from kimi_kernels.hf_config import write_config
 from kimi_kernels.mini import random_tensors
 
-FOR_SGLANG = dict(kv_lora_rank=256, qk_rope_dim=32, qk_nope_dim=32, v_dim=32, routed_scaling=1.0, dtype=torch.float32)
-TINY_KIMI_LINEAR = dataclasses.replace(KIMI_LINEAR_MINI, num_layers=4, mla_layers=(1, 3), mla_heads=2, **FOR_SGLANG)
-TINY_K3 = dataclasses.replace(
-    K3_MINI, num_layers=4, mla_layers=(1, 3), hidden_size=1024, kda_heads=2, mxfp4_experts=False, **FOR_SGLANG
+FOR_SGLANG = dict(
+    num_layers=3,
+    mla_layers=(1,),
+    kda_heads=2,
+    mla_heads=2,
+    kv_lora_rank=256,
+    qk_rope_dim=32,
+    qk_nope_dim=32,
+    v_dim=32,
+    routed_scaling=1.0,
+    dtype=torch.float32,
 )
+TINY_KIMI_LINEAR = dataclasses.replace(KIMI_LINEAR_MINI, **FOR_SGLANG)
+TINY_K3 = dataclasses.replace(K3_MINI, hidden_size=1024, mxfp4_experts=False, **FOR_SGLANG)
 TINY = {"kimi-linear": TINY_KIMI_LINEAR, "k3": TINY_K3}
 
 
 def write_tiny(directory: Path | str, family: str, seed: int = 0) -> KimiConfig:
-    """Writes the checkpoint of one family; K3 as its text model, `KimiK3LinearForCausalLM`, without the vision tower."""
+    """Writes the checkpoint of one family; K3 as its text model, `KimiK3LinearForCausalLM`, without a vision tower."""
     config = TINY[family]
     tensors = random_tensors(config, seed)
     released = write_config(config)

@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 needs to run on a machine without a GPU, for tests only: a plugin that SGLang loads in every process.
+"""What SGLang 0.5.23 needs on a machine without a GPU, for tests only: a plugin that SGLang loads in every process.
 
 Nothing under test is replaced. SGLang's decode kernels run in Triton's interpreter as they are; what is replaced is
 
@@ -25,10 +25,9 @@ def register() -> None:
 
 
 def _late_bound_math() -> None:
-    import triton.language as tl
-
     import sglang.kernels.ops.attention.fla.fused_recurrent  # noqa: F401
     import sglang.kernels.ops.attention.fla.op as op
+    import triton.language as tl
 
     originals = {name: getattr(op, name) for name in ALIASES}
 
@@ -116,9 +115,8 @@ class _Overlay:
 
 
 def _pretend_hopper() -> None:
-    import torch
-
     import sglang.srt.kernel_plugins.nvidia.binding as binding
+    import torch
 
     properties = types.SimpleNamespace(major=9, minor=0, multi_processor_count=132)
     cuda = _Overlay(
@@ -133,8 +131,7 @@ def _pretend_hopper() -> None:
 
 
 def _no_streams() -> None:
-    import torch
-
     import sglang.srt.models.kimi_k3 as kimi_k3
+    import torch
 
     kimi_k3.torch = _Overlay(torch, cuda=_Overlay(torch.cuda, Stream=lambda *args, **kwargs: None))

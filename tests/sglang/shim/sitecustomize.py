@@ -1,8 +1,8 @@
 """Lets the torchvision of PyPI, built for CUDA, be imported beside a CPU build of torch.
 
-Python runs this file at start, in the engine's worker processes too, because `run_engine.py` puts this folder on
-PYTHONPATH. torchvision registers meta kernels for two operators of its binary part, which does not load here; with their
-schemas declared first, the import goes through.
+Python runs this file at its start, in an engine's worker processes too, where PYTHONPATH holds this folder.
+torchvision registers meta kernels for two operators of its binary part, which does not load here; with their schemas
+declared first, the import goes through.
 """
 
 import importlib.abc
