@@ -139,6 +139,12 @@ def text_model(model: Any) -> Any:
     return getattr(model, "language_model", None) or model
 
 
+def up_rows_first(mlp: Any) -> bool:
+    """Whether SGLang loads w3 before w1 into w13, as some of its runners want."""
+    method = getattr(getattr(mlp, "experts", None), "quant_method", None)
+    return bool(getattr(method, "load_up_proj_weight_first", False))
+
+
 def act_dtype(text: Any) -> "torch.dtype":
     return text.lm_head.weight.dtype
 

@@ -93,6 +93,8 @@ def model_reasons(model: Any, hf_config: Any) -> list[str]:
     text = compat.text_model(model)
     config = model_config(hf_config, compat.act_dtype(text))
     reasons = weight_problems(text, config)
+    if any(compat.up_rows_first(layer.mlp) for layer in text.model.layers):
+        reasons.append("the experts hold their up rows before their gate rows")
     conv, temporal = compat.state_dtypes(hf_config)
     if conv != config.dtype:
         reasons.append(f"SGLANG_MAMBA_CONV_DTYPE gives {conv}, the model runs in {config.dtype}")

@@ -26,10 +26,10 @@ def plugins():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     """Folder with a checkpoint of each family."""
-    from tiny_models import write_tiny
+    from tiny_models import TINY, write_tiny
 
     folder = tmp_path_factory.mktemp("tiny")
-    for family in ("kimi-linear", "k3"):
+    for family in TINY:
         write_tiny(folder / family, family)
     return folder
 

@@ -13,11 +13,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiny_models import write_tiny
+from tiny_models import TINY, write_tiny
 
 HERE = Path(__file__).parent
 SHIM = HERE / "shim"
-AT_ONCE = 2
+AT_ONCE = int(os.environ.get("SGLANG_TEST_ENGINES", "2"))
 SECONDS = 240
 # greedy: chosen so that decodes run beside prefill chunks, alone and together
 NEW = (3, 5, 2, 6, 4, 5)
@@ -71,6 +71,7 @@ class Job:
 FLAG = (("enable_nvidia_megakernel", True),)
 PER_OP = (("linear_attn_decode_backend", "kimi_triton"),)
 REFERENCE = (("KIMI_SGLANG_RUNNER", "reference"),)
+TEXT = (("enable_multimodal", False),)
 JOBS = {
     "kimi-linear stock": Job("kimi-linear"),
     "kimi-linear flag": Job("kimi-linear", FLAG, REFERENCE),
@@ -81,6 +82,9 @@ JOBS = {
     # the Triton ops in the interpreter take seconds a step: fewer requests, fewer tokens
     "kimi-linear flag, triton": Job("kimi-linear", FLAG, (), (3, 5), 1, (3,) * 6),
     "k3 flag, triton": Job("k3", FLAG, (), (3, 5), 1, (3,) * 6),
+    # the multimodal class over MXFP4 experts; text alone needs no image processor
+    "k3-released stock": Job("k3-released", TEXT, (), (1, 3, 5), 1, (3,) * 6),
+    "k3-released flag": Job("k3-released", (*TEXT, *FLAG), REFERENCE, (1, 3, 5), 1, (3,) * 6),
 }
 
 
@@ -106,7 +110,7 @@ class Engines:
 
     def __init__(self, folder: Path, names: tuple[str, ...] = tuple(JOBS)):
         self.folder, self.names = folder, names
-        for family in ("kimi-linear", "k3"):
+        for family in TINY:
             write_tiny(folder / family, family)
         for name in names:
             self._base(name).with_suffix(".job").write_text(json.dumps(self._job(JOBS[name])))

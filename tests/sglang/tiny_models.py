@@ -30,17 +30,27 @@ FOR_SGLANG = dict(
 )
 TINY_KIMI_LINEAR = dataclasses.replace(KIMI_LINEAR_MINI, **FOR_SGLANG)
 TINY_K3 = dataclasses.replace(K3_MINI, hidden_size=1024, mxfp4_experts=False, **FOR_SGLANG)
-TINY = {"kimi-linear": TINY_KIMI_LINEAR, "k3": TINY_K3}
+TINY_RELEASED = dataclasses.replace(TINY_K3, mxfp4_experts=True)
+TINY = {"kimi-linear": TINY_KIMI_LINEAR, "k3": TINY_K3, "k3-released": TINY_RELEASED}
+# nothing of it is run by text prompts
+TINY_VISION = dict(
+    vt_hidden_size=64, vt_num_hidden_layers=1, vt_num_attention_heads=2, vt_intermediate_size=64, qkv_hidden_size=64
+)
 
 
 def write_tiny(directory: Path | str, family: str, seed: int = 0) -> KimiConfig:
-    """Writes the checkpoint of one family; K3 as its text model, `KimiK3LinearForCausalLM`, without a vision tower."""
+    """Writes the checkpoint of one family.
+
+    "k3" is the text model alone, `KimiK3LinearForCausalLM`; "k3-released" has the released form, MXFP4 experts inside
+    `KimiK3ForConditionalGeneration`, with a vision tower without weights.
+    """
     config = TINY[family]
     tensors = random_tensors(config, seed)
     released = write_config(config)
+    if family == "k3-released":
+        released["vision_config"] = TINY_VISION
     if family == "k3":
-        text = released["text_config"] | {"architectures": ["KimiK3LinearForCausalLM"], "dtype": "float32"}
-        released = text
+        released = released["text_config"] | {"architectures": ["KimiK3LinearForCausalLM"], "dtype": "float32"}
         tensors = {
             name.removeprefix("language_model.").replace("block_sparse_moe", "mlp"): tensor
             for name, tensor in tensors.items()

@@ -6,6 +6,7 @@ Nothing under test is replaced. SGLang's decode kernels run in Triton's interpre
     fla's exp and log    aliases made when a module is imported, which the interpreter does not see
     the GPU              `binding.torch` reports one Hopper GPU, so that the flag's checks go on
     CUDA streams of K3   the model makes three and uses them under graph capture only
+    MXFP4 experts        dequantised in float32 and run by SGLang's own plain torch experts; loading is SGLang's
 """
 
 import os
@@ -22,6 +23,7 @@ def register() -> None:
     _recurrent_prefill()
     _pretend_hopper()
     _no_streams()
+    _plain_mxfp4()
 
 
 def _late_bound_math() -> None:
@@ -135,3 +137,32 @@ def _no_streams() -> None:
     import torch
 
     kimi_k3.torch = _Overlay(torch, cuda=_Overlay(torch.cuda, Stream=lambda *args, **kwargs: None))
+
+
+def _plain_mxfp4() -> None:
+    import torch
+
+    from kimi_kernels.mxfp4 import dequantize
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    def process(self, layer):
+        for name in ("w13", "w2"):
+            packed, scale = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_weight_scale")
+            values = dequantize(packed.data, scale.data, torch.float32)
+            for old in (f"{name}_weight", f"{name}_weight_scale", f"{name}_weight_bias"):
+                delattr(layer, old)
+            setattr(layer, f"{name}_weight", torch.nn.Parameter(values, requires_grad=False))
+
+    def apply(self, layer, dispatch_output):
+        out = moe_forward_native(
+            layer, dispatch_output.hidden_states, dispatch_output.topk_output, self.moe_runner_config
+        )
+        return StandardCombineInput(hidden_states=out)
+
+    # bfloat16 arithmetic of the interpreter is wrong
+    CompressedTensorsConfig.get_supported_act_dtypes = lambda self: [torch.float32]
+    Mxfp4MoEMethod.process_weights_after_loading = process
+    Mxfp4MoEMethod.apply = apply
