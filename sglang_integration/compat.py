@@ -197,10 +197,11 @@ def track_states(running: Running, forward_batch: Any) -> None:
 
 def is_plain_decode(forward_batch: Any) -> bool:
     """One new token for every request and nothing but logits wanted; reads host values only."""
+    hidden = forward_batch.capture_hidden_mode
     return bool(
         forward_batch.forward_mode.is_decode()
         and forward_batch.spec_info is None
-        and not forward_batch.capture_hidden_mode.need_capture()
+        and not (hidden is not None and hidden.need_capture())
         and getattr(forward_batch, "input_embeds", None) is None
     )
 

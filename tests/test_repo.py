@@ -99,7 +99,7 @@ def test_median_source_file_is_short():
 def test_documents_name_only_paths_that_exist(doc):
     text = (ROOT / doc).read_text()
     named = re.findall(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml|json|txt|png))`", text)
-    folders = ("", "kimi_kernels", "triton_ops", "tests", "benchmarks")
+    folders = ("", "kimi_kernels", "triton_ops", "sglang_integration", "tests", "benchmarks")
     outside = {"config.json", "model.safetensors.index.json"}  # files of a checkpoint
     missing = [n for n in named if n not in outside and not any((ROOT / f / n).exists() for f in folders)]
     assert not missing, f"{doc} names {missing}"

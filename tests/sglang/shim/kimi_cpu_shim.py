@@ -141,12 +141,12 @@ def _no_streams() -> None:
 
 def _plain_mxfp4() -> None:
     import torch
-
-    from kimi_kernels.mxfp4 import dequantize
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
     from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
     from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
+
+    from kimi_kernels.mxfp4 import dequantize
 
     def process(self, layer):
         for name in ("w13", "w2"):
