@@ -20,7 +20,7 @@ SHIM = HERE / "shim"
 AT_ONCE = int(os.environ.get("SGLANG_TEST_ENGINES", "2"))
 SECONDS = 240
 # greedy: chosen so that decodes run beside prefill chunks, alone and together
-NEW = (3, 5, 2, 6, 4, 5)
+NEW = (2, 4, 2, 4, 3, 4)
 ENGINE = dict(
     device="cpu",
     dtype="float32",
