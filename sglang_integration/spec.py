@@ -53,7 +53,7 @@ def _spec(name: str) -> Any:
         name=NAMES[name],
         requires=types.Requirements(isas=ISAS, tp_sizes=TP_SIZES, dtypes=frozenset(DTYPES), server_args=SERVER_ARGS),
         features=frozenset(),
-        # greedy tokens of both paths differ where two logits lie closer than their roundings
+        # declared for bfloat16, not measured yet; in float32 the engine tests hold 1e-3
         numerics=types.Numerics(types.NumericsKind.TOLERANCE, {"logprob": 0.02}),
         max_rows=MAX_ROWS,
         build=build,
