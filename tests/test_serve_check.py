@@ -25,7 +25,8 @@ def jobs(monkeypatch) -> dict:
 
     def run_engine(name: str, job: dict) -> tuple[dict, str]:
         started[name] = job
-        return {"rounds": [STOCK if name == "stock" else FLAG] * 2}, LOG
+        full = STOCK if name == "stock" else FLAG
+        return {"rounds": [full, full | {"seconds": 0.1}, full]}, LOG
 
     monkeypatch.setattr(serve_check, "_run_engine", run_engine)
     monkeypatch.setattr(serve_check.importlib.util, "find_spec", lambda package: object())
@@ -44,18 +45,20 @@ def test_both_engines_get_the_same_prompts(checkpoint, jobs, capsys):
     stock, flag = jobs["stock"]["engine"], jobs["flag"]["engine"]
     assert flag == stock | {"enable_nvidia_megakernel": True} and stock["attention_backend"] == "triton"
     assert jobs["stock"]["rounds"] == jobs["flag"]["rounds"]
+    # a warm-up, then prefill alone and the timed round
+    assert [round_["new"] for round_ in jobs["flag"]["rounds"]] == [[3, 3], [1, 1], [3, 3]]
     assert [len(prompt) for prompt in result["prompts"]] == [4, 4]
     assert all(0 <= token < 320 for prompt in result["prompts"] for token in prompt)
 
 
 def test_texts_are_compared_until_they_part(checkpoint, jobs, capsys):
-    """After the first other token the logprobs are of different texts."""
+    """After the first other token the logprobs are of different texts. Time is of decode steps: less the prefill."""
     capsys.readouterr()
     assert main([*arguments(checkpoint), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["equal_tokens"] == [3, 1]
     assert result["worst_logprob_difference"] == 0.25
-    assert result["ms_per_token"] == {"stock": pytest.approx(200.0), "flag": pytest.approx(100.0)}
+    assert result["ms_per_token"] == {"stock": pytest.approx(250.0), "flag": pytest.approx(100.0)}
     assert result["log"] == ["NVIDIA megakernel: active (kimi-kernels-k3: triton ops)"]
 
 
@@ -64,7 +67,7 @@ def test_the_text_shows_both_sides(checkpoint, jobs, capsys):
     out = capsys.readouterr().out
     assert jobs["per-op"]["engine"]["linear_attn_decode_backend"] == "kimi_triton"
     for part in (
-        "stock       200.000 ms per token",
+        "stock       250.000 ms per token",
         "per-op      100.000 ms per token",
         "differ by 2.50e-01",
         "log   ",

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=4, metavar="B", help="prompts at once (default 4)")
     parser.add_argument("--prompt-length", type=positive, default=16, metavar="N", help="tokens each (default 16)")
     parser.add_argument("--new", type=positive, default=64, metavar="N", help="tokens to generate (default 64)")
-    parser.add_argument("--rounds", type=positive, default=2, metavar="N", help="the last is timed (default 2)")
+    parser.add_argument(
+        "--warm-up", type=positive, default=1, metavar="N", help="rounds before the timed one (default 1)"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random prompts (default 0)")
     parser.add_argument("--against", choices=VARIANTS, default="flag", help="what runs beside stock (default flag)")
     parser.add_argument(
@@ -61,12 +63,14 @@ def run(args: argparse.Namespace) -> dict:
             raise UsageError(f'serve-check needs the package {package} (pip install "kimi-kernels[sglang]")')
     draw = random.Random(args.seed)
     prompts = [[draw.randrange(config.vocab_size) for _ in range(args.prompt_length)] for _ in range(args.batch)]
-    round_ = {"prompts": prompts, "new": [args.new] * args.batch}
+    # one token is prefill alone: the difference to a full round is the decode steps
+    full, prefill = ({"prompts": prompts, "new": [new] * args.batch} for new in (args.new, 1))
+    rounds = [full] * args.warm_up + [prefill, full]
     common = {"model_path": args.dir, "skip_tokenizer_init": True, "disable_radix_cache": True, "log_level": "info"}
     results, logs = {}, {}
     variants: dict[str, dict[str, object]] = {STOCK: {}, args.against: VARIANTS[args.against]}
     for name, extra in variants.items():
-        job = {"engine": {**common, **args.engine, **extra}, "rounds": [round_] * args.rounds}
+        job = {"engine": {**common, **args.engine, **extra}, "rounds": rounds}
         results[name], logs[name] = _run_engine(name, job)
     stock, ours = (results[name]["rounds"][-1] for name in (STOCK, args.against))
     return {
@@ -79,7 +83,7 @@ def run(args: argparse.Namespace) -> dict:
         "logprobs": {STOCK: stock["logprobs"], args.against: ours["logprobs"]},
         "equal_tokens": [_equal(a, b) for a, b in zip(stock["tokens"], ours["tokens"], strict=True)],
         "worst_logprob_difference": _worst(stock, ours),
-        "ms_per_token": {STOCK: 1e3 * stock["seconds"] / args.new, args.against: 1e3 * ours["seconds"] / args.new},
+        "ms_per_token": {name: _ms_per_token(result["rounds"], args.new) for name, result in results.items()},
         "log": LOG_LINE.findall(logs[args.against]),
     }
 
@@ -95,6 +99,12 @@ def _run_engine(name: str, job: dict) -> tuple[dict, str]:
             end = "\n  ".join(done.stdout.strip().splitlines()[-ERROR_LINES:])
             raise UsageError(f"the {name} engine ended with {done.returncode}:\n  {end}")
         return json.loads(result_file.read_text()), done.stdout
+
+
+def _ms_per_token(rounds: list[dict], new: int) -> float | None:
+    """Of one decode step: the last round less its prefill, which the round before is; None where that is too short."""
+    seconds = rounds[-1]["seconds"] - rounds[-2]["seconds"]
+    return 1e3 * seconds / (new - 1) if new > 1 and seconds > 0 else None
 
 
 def _equal(left: list[int], right: list[int]) -> int:
@@ -121,7 +131,8 @@ def show(result: dict, console: Console) -> None:
     console.print(table)
     console.print(f"logprobs    differ by {result['worst_logprob_difference']:.2e} at most, where the text is the same")
     for name in names:
-        speed, batch = result["ms_per_token"][name], result["batch"]
-        console.print(f"{name:10}  {speed:,.3f} ms per token, {1e3 / speed:,.1f} tokens/s for each of {batch}")
+        if (speed := result["ms_per_token"][name]) is not None:
+            rate = f"{1e3 / speed:,.1f} tokens/s for each of {result['batch']}"
+            console.print(f"{name:10}  {speed:,.3f} ms per token, {rate}")
     for line in result["log"]:
         console.print(f"log         {line}", soft_wrap=True)
