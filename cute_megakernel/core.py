@@ -1,0 +1,259 @@
+"""What every stage uses: the SM at hand, fields of the row, activation words, the ring and reductions over the SM.
+
+Activations pass between SMs as words of 8 bytes: 4 bytes of payload (two bfloat16 or one float32) and the tag of this
+launch. A reader asks for the word until the tag is right; the data is its own flag, so a hand-over takes one trip to
+memory each way, needs no fence and no counter, and nothing has to be cleared between launches.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_megakernel import ptx
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES, KernelShape, SharedLayout
+from cute_megakernel.table import FIELD
+
+POLLS_BETWEEN_LOOKS = 256  # polls of a word before the clock and the error word are read
+BARRIER_ROW = 0x3FFFF  # reported in place of a row by a wait inside one SM
+LOG2E = 1.4426950408889634
+
+
+class Sm:
+    """One SM while it walks the table: addresses and ids of the kernel by name. Nothing here is assigned again.
+
+    shape, layout                   build parameters, shared memory
+    smem, words, control            base addresses
+    tag, deadline                   of this launch: what its words carry, when waits end
+    block, thread, warp, lane       who we are; group = lane // 4 is the batch row of an activation fragment and the
+                                    output of a weight fragment, quad = lane % 4 its place along the inputs
+    batch                           addresses of the step's inputs and outputs by name
+    """
+
+    def __init__(self, shape: KernelShape, layout: SharedLayout, **values):
+        self.shape, self.layout = shape, layout
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+class Fields:
+    """The row being done, in shared memory; `number` is its place in the table."""
+
+    def __init__(self, base: Int32, number: Int32):
+        self.base, self.number = base, number
+
+    def __getitem__(self, name: str) -> Int32:
+        return ptx.ld_shared_b32(self.base + 4 * FIELD[name])
+
+
+def region(sm: Sm, name: str) -> Int32:
+    """Address of a region of shared memory."""
+    return sm.smem + getattr(sm.layout, name)
+
+
+def word_at(f: Fields, index: Int32) -> Int32:
+    """The word at a place that is known at run time only."""
+    return ptx.ld_shared_b32(f.base + 4 * index)
+
+
+def address_of(f: Fields, name: str) -> Int64:
+    """A 64-bit field."""
+    return ptx.ld_shared_b64(f.base + 4 * FIELD[name])
+
+
+def float_of(f: Fields, name: str) -> Float32:
+    return ptx.bits_float(f[name])
+
+
+def sync(sm: Sm):
+    """All consumer warps."""
+    ptx.bar_sync(1, CONSUMERS)
+
+
+def word_address(sm: Sm, index: Int32) -> Int64:
+    return sm.words + Int64(index) * 8
+
+
+@cute.jit
+def give_up(sm: Sm, row: Int32) -> Int32:
+    """1 when another SM reported an error or this launch has taken too long; the first to find out says where."""
+    failed = ptx.ld_fresh_b32(sm.control + 8)
+    if failed == 0:
+        if ptx.now_ns() > sm.deadline:
+            ptx.atomic_claim(sm.control + 8, ((row << 12) | sm.block) + 1)
+            failed = Int32(1)
+    return failed
+
+
+@cute.jit
+def poll_word(sm: Sm, row: Int32, index: Int32, tag: Int32) -> Int32:
+    """Payload of one word, once it is there."""
+    address = word_address(sm, index)
+    payload, seen = ptx.ld_word(address)
+    polls = Int32(0)
+    while seen != tag:
+        payload, seen = ptx.ld_word(address)
+        polls += 1
+        if polls % POLLS_BETWEEN_LOOKS == 0:
+            if give_up(sm, row) != 0:
+                seen = tag
+    return payload
+
+
+@cute.jit
+def poll_pair(sm: Sm, row: Int32, index: Int32, tag: Int32):
+    """Payloads of two neighbouring words, the first at an even index."""
+    address = word_address(sm, index)
+    first, tag1, second, tag2 = ptx.ld_word_pair(address)
+    polls = Int32(0)
+    while (tag1 != tag) | (tag2 != tag):
+        first, tag1, second, tag2 = ptx.ld_word_pair(address)
+        polls += 1
+        if polls % POLLS_BETWEEN_LOOKS == 0:
+            if give_up(sm, row) != 0:
+                tag1 = tag
+                tag2 = tag
+    return first, second
+
+
+@cute.jit
+def poll_quads(sm: Sm, row: Int32, start: Int32, count: Int32, quads: cutlass.Constexpr, into: cute.Tensor):
+    """Columns 4q ... 4q+3 of one activation row for q = thread, thread + 512, ... below `count`, as bfloat16 pairs.
+
+    All loads are on their way before the first is looked at. Quads past the end repeat quad 0.
+    """
+    ready = Int32(0)
+    polls = Int32(0)
+    while ready == 0:
+        ready = Int32(1)
+        tags = cute.make_rmem_tensor(2 * quads, Int32)
+        for j in cutlass.range_constexpr(quads):
+            q = sm.thread + j * CONSUMERS
+            q = ptx.select(q < count, q, Int32(0))
+            address = word_address(sm, start + 2 * q)
+            into[2 * j], tags[2 * j], into[2 * j + 1], tags[2 * j + 1] = ptx.ld_word_pair(address)
+        for j in cutlass.range_constexpr(2 * quads):
+            if tags[j] != sm.tag:
+                ready = Int32(0)
+        polls += 1
+        if polls % POLLS_BETWEEN_LOOKS == 0:
+            if give_up(sm, row) != 0:
+                ready = Int32(1)
+
+
+# The ring: slots of weights in the order of the table; `pos` counts slots since the start of the launch
+
+
+def ring_slot(sm: Sm, pos: Int32) -> Int32:
+    return region(sm, "ring") + (pos % sm.shape.slots) * SLOT_BYTES
+
+
+@cute.jit
+def wait_full(sm: Sm, pos: Int32):
+    wait_barrier(sm, region(sm, "full") + (pos % sm.shape.slots) * 8, (pos // sm.shape.slots) & 1)
+
+
+@cute.jit
+def wait_empty(sm: Sm, pos: Int32):
+    wait_barrier(sm, region(sm, "empty") + (pos % sm.shape.slots) * 8, ((pos // sm.shape.slots) & 1) ^ 1)
+
+
+@cute.jit
+def wait_barrier(sm: Sm, address: Int32, parity: Int32):
+    """Until the phase of `parity` is complete, or the launch gives up: barriers depend on words of other SMs too."""
+    done, polls = ptx.mbarrier_try_wait(address, parity), Int32(0)
+    while done == 0:
+        done = ptx.mbarrier_try_wait(address, parity)
+        polls += 1
+        if polls % POLLS_BETWEEN_LOOKS == 0:
+            if give_up(sm, Int32(BARRIER_ROW)) != 0:
+                done = Int32(1)
+
+
+@cute.jit
+def release(sm: Sm, pos: Int32):
+    """This warp has read all it wants of the slot."""
+    ptx.sync_warp()
+    if sm.lane == 0:
+        ptx.mbarrier_arrive(region(sm, "empty") + (pos % sm.shape.slots) * 8)
+
+
+@cute.jit
+def advance(sm: Sm, pos: Int32, held: Int32, wanted: Int32) -> Int32:
+    """Moves this warp from slot `held` of a segment (-1: none yet) to slot `wanted`, releasing all before it."""
+    while held < wanted:
+        if held >= 0:
+            release(sm, pos + held)
+        held += 1
+        wait_full(sm, pos + held)
+    return held
+
+
+@cute.jit
+def finish_segment(sm: Sm, pos: Int32, held: Int32, slots: Int32) -> Int32:
+    """Releases what is left of a segment of `slots` slots. -> position of the next segment"""
+    while held < slots:
+        if held >= 0:
+            release(sm, pos + held)
+        held += 1
+        if held < slots:
+            wait_full(sm, pos + held)
+    return pos + slots
+
+
+# Reductions
+
+
+@cute.jit
+def warp_sum(value: Float32) -> Float32:
+    for step in cutlass.range_constexpr(5):
+        value = value + ptx.shfl_xor(value, 16 >> step)
+    return value
+
+
+@cute.jit
+def warp_sums(values: cute.Tensor, count: cutlass.Constexpr):
+    """`warp_sum` of each of `count` numbers, side by side."""
+    for step in cutlass.range_constexpr(5):
+        for i in cutlass.range_constexpr(count):
+            values[i] = values[i] + ptx.shfl_xor(values[i], 16 >> step)
+
+
+@cute.jit
+def warp_max(value: Float32) -> Float32:
+    for step in cutlass.range_constexpr(5):
+        value = ptx.fmax(value, ptx.shfl_xor(value, 16 >> step))
+    return value
+
+
+@cute.jit
+def sum_two(sm: Sm, a: Float32, b: Float32, turn: cutlass.Constexpr):
+    """Sums of two numbers over all consumer threads, always in the same order. `turn` alternates two scratch areas."""
+    a, b = warp_sum(a), warp_sum(b)
+    base = region(sm, "scratch") + turn * 256
+    if sm.lane == 0:
+        ptx.st_shared_v2_f32(base + sm.warp * 8, a, b)
+    sync(sm)
+    total_a, total_b = Float32(0.0), Float32(0.0)
+    for w in cutlass.range_constexpr(CONSUMER_WARPS // 2):
+        a0, b0, a1, b1 = ptx.ld_shared_v4_f32(base + w * 16)
+        total_a = total_a + a0 + a1
+        total_b = total_b + b0 + b1
+    return total_a, total_b
+
+
+# Functions
+
+
+def exp(x: Float32) -> Float32:
+    return ptx.exp2_approx(x * LOG2E)
+
+
+def sigmoid(x: Float32) -> Float32:
+    return ptx.div_full(Float32(1.0), Float32(1.0) + exp(-x))
+
+
+def rms_scale(sum_of_squares: Float32, count, eps: Float32) -> Float32:
+    return ptx.rsqrt_approx(ptx.div_full(sum_of_squares, Float32(count)) + eps)
+
+
+__all__ = [name for name in dir() if not name.startswith("_") and name != "const_expr"]

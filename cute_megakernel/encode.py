@@ -1,0 +1,237 @@
+"""Rows as the 64 words that the kernel reads. `address` says where weights, pools and lists are."""
+
+import struct
+from collections.abc import Callable
+
+import torch
+
+from cute_megakernel.lowering import pitch_bytes, x_pitch
+from cute_megakernel.recording import Buffer, Pool, View
+from cute_megakernel.rows import TILE_ROWS, Code, Row
+from cute_megakernel.schedule import Schedule
+from cute_megakernel.shape import FIELD_WORDS, MAX_BANK
+from cute_megakernel.table import ABSENT, FIELD, WIDE
+
+Address = Callable[[str, object], int]  # (what, subject) -> device address
+
+
+class Encoder:
+    """Encodes the rows of one schedule, in order."""
+
+    def __init__(self, schedule: Schedule, address: Address, taps: bool = False):
+        self.schedule, self.address, self.taps = schedule, address, taps
+        self._read = {row.args["src"].buffer.index for row in schedule.rows if row.code == Code.MIX and "src" in row.args}
+        self._moe = -1
+        self._appends = [row for row in schedule.rows if row.code == Code.MLA_KV_APPEND]
+        self._decodes = [row for row in schedule.rows if row.code == Code.MLA_DECODE]
+
+    def table(self) -> torch.Tensor:
+        """[rows, 64] int32"""
+        return torch.tensor([self.words(row) for row in self.schedule.rows], dtype=torch.int32)
+
+    def work(self) -> torch.Tensor:
+        """[sms, rows, 2] int32"""
+        return torch.tensor(self.schedule.work, dtype=torch.int32)
+
+    def words(self, row: Row) -> list[int]:
+        values = {"code": int(row.code), "r0": row.rows[0], "r1": row.rows[1], "copies": 1}
+        values |= {name: ABSENT for name in ("src", "dst", "h", "delta1", "delta2", "rope")}
+        if row.x is not None and row.code not in (Code.MLA_DECODE, Code.MOE_ROUTER):
+            values["x_pitch"] = x_pitch(row) if row.code != Code.MIX or "group" not in row.args else self._picks_pitch(row)
+        getattr(self, "_" + row.code.name.lower())(row, values)
+        words = [0] * FIELD_WORDS
+        for name, value in values.items():
+            if name in WIDE:
+                words[FIELD[name]], words[FIELD[name] + 1] = _signed(value & 0xFFFFFFFF), _signed(value >> 32)
+            elif isinstance(value, float):
+                words[FIELD[name]] = struct.unpack("<i", struct.pack("<f", value))[0]
+            else:
+                words[FIELD[name]] = int(value)
+        return words
+
+    def _picks_pitch(self, row: Row) -> int:
+        return pitch_bytes(row.args["width"] // row.args["group"] * row.args["group_pad"])
+
+    def _heads_pitch(self, row: Row) -> int:
+        """One batch row of the heads whose tiles one SM has at most."""
+        tiles = -(-row.units // self.schedule.shape.sms)
+        heads = (tiles - 1) // row.args["batch_tiles"] + 2
+        pitch = heads * row.args["x_batch"] + 64
+        if pitch * self.schedule.shape.rows > self.schedule.shape.x_bytes:
+            raise ValueError(f"{row.name}: {heads} heads of {self.schedule.shape.rows} rows do not fit")
+        return pitch
+
+    def _view(self, values: dict, name: str, view: View | Buffer | None, pitch: str | None = None):
+        """Place of an activation under `name`, and of its next row under `name`_pitch."""
+        if view is None:
+            values[name] = ABSENT
+            return
+        buffer, start = (view, 0) if isinstance(view, Buffer) else (view.buffer, view.start)
+        place = self.schedule.places[buffer.index]
+        values[name] = place.start + (start // 2 if buffer.dtype == torch.bfloat16 else start)
+        # [R * picks, I] is [R, picks * I]
+        values[pitch or f"{name}_pitch"] = place.pitch * max(1, buffer.rows // self.schedule.shape.rows)
+
+    def _tap(self, values: dict, name: str, view: View | Buffer | None, pitch: str | None = None):
+        """An activation that other SMs rarely read: handed on if a row does, or the caller wants to see everything."""
+        buffer = view if isinstance(view, Buffer) or view is None else view.buffer
+        wanted = buffer is not None and (self.taps or buffer.index in self._read)
+        self._view(values, name, view if wanted else None, pitch)
+
+    def _mix(self, row: Row, values: dict):
+        args = row.args
+        width = args["width"]
+        values |= {"kind": int("norm" in args or "dst" in args), "width": width}
+        values["group"] = args.get("group", width)
+        values["group_pad"] = args.get("group_pad", -(-width // 64) * 64)
+        self._view(values, "dst", args.get("dst"))
+        self._tap(values, "h", args.get("h"))
+        if "embed" in args:
+            values |= {"weight": self.address("weight", args["embed"]), "pool_count": args["embed"].shape[0]}
+        else:
+            self._view(values, "src", args["src"])
+        values.setdefault("dst_pitch", values.get("src_pitch", 0))
+        for name in ("delta1", "delta2"):
+            if name in args:
+                place = self.schedule.places[args[name].buffer.index]
+                assert place.pitch == values["dst_pitch"], "sums of rows with different pitches"
+                values[name] = place.start
+        if "norm" in args:
+            values |= {"norm": self.address("weight", args["norm"]), "eps": float(args["eps"])}
+        if "bank" in args:
+            scores = self.schedule.extras["scores"]
+            values["n_bank"] = len(args["bank"])
+            values["scores"] = scores.start + args["mix"] * self.schedule.shape.rows * MAX_BANK
+            call = next(c for c in self.schedule.recording.calls if c.op == "attn_res_norm" and c.outputs[0] == args["h"])
+            values["weight2"] = self.address("weight", call.args["score_weight"])
+            for i, view in enumerate(args["bank"]):
+                values[f"bank{i}"] = self.schedule.places[view.buffer.index].start
+
+    def _bank_scores(self, row: Row, values: dict):
+        args, rows = row.args, self.schedule.shape.rows
+        start = self.schedule.extras["scores"].start
+        targets = [start + mix * rows * MAX_BANK + args["slot"] for mix in args["mixes"]]
+        self._view(values, "src", args["src"])
+        values |= {"width": args["width"], "eps": float(args["eps"]), "out": self.address("int32", targets)}
+        values["weight"] = self.address("int64", [self.address("weight", w) for w in args["weights"]])
+
+    def _linear(self, row: Row, values: dict):
+        args = row.args
+        values["weight"] = self.address(args["image"], args["weight"])
+        for name in ("kb", "total", "batch_tiles", "n_valid"):
+            values[name] = args[name]
+        values |= {"x_batch": args.get("x_batch", 0), "x_off": args.get("x_off", 0), "epilogue": int(args["epilogue"])}
+        values["local"] = int(args.get("x_local", False))
+        if values["local"]:
+            values["x_pitch"] = self._heads_pitch(row)
+        put = self._tap if args["epilogue"].name == "LOCAL" else self._view
+        put(values, "dst", args["dst"])
+        if "tap" in args:
+            self._tap(values, "tap", args["tap"])
+        if "gate" in args:
+            self._view(values, "gate", args["gate"])
+        for name in ("p0", "p1"):
+            values[name] = float(args.get(name, 0.0))
+        if args["epilogue"].name == "LOCAL":
+            head_dim = self.schedule.shape.kda_head_dim
+            values["local_at"] = {"decay": 0, "gate": head_dim}[args["local"]]
+        if args["epilogue"].name == "LOGITS":
+            values |= {"out": self.address("logits", args["dst"]), "part": self.schedule.extras["best"].start}
+        copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
+        if copies > 1:
+            n = args["n_valid"]
+            values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
+
+    def _moe_router(self, row: Row, values: dict):
+        args = row.args
+        self._moe += 1
+        self._view(values, "src", args["src"])
+        self._tap(values, "dst", args["ids"])
+        self._tap(values, "tap", args["weights"])
+        values |= {"weight": self.address("weight", args["bias"]), "scale": float(args["scaling"]), "sub": self._moe}
+
+    def _moe_gate_up(self, row: Row, values: dict):
+        self._experts(row, values)
+        values |= {"epilogue": int(row.args["epilogue"]), "n_valid": row.args["width"]}
+        self._tap(values, "tap", row.args["tap"])
+        for name in ("p0", "p1"):
+            values[name] = float(row.args.get(name, 0.0))
+
+    def _moe_down(self, row: Row, values: dict):
+        self._experts(row, values)
+        values["group_pad"] = row.args["group_pad"]
+        values["local"] = int(row.rows[1] == self.schedule.shape.rows)  # the list of experts is free again
+
+    def _experts(self, row: Row, values: dict):
+        args = row.args
+        values["weight"] = self.address(args["image"], (args["weight"], args["scale"]))
+        values |= {"kb": args["kb"], "total": args["total"], "sub": self._moe}
+        values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
+        self._view(values, "dst", args["dst"])
+
+    def _pool(self, values: dict, pool: Pool):
+        values |= {"pool": self.address("pool", pool), "pool_stride": self.address("pool stride", pool)}
+        values["pool_count"] = self.address("pool count", pool)
+
+    def _causal_conv1d(self, row: Row, values: dict):
+        args = row.args
+        self._view(values, "src", args["src"])
+        self._tap(values, "dst", args["dst"])
+        self._view(values, "gate", args["gate"])
+        self._view(values, "beta", args["raw_beta"])
+        for name, weight in (("weight", "weight"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
+            values[name] = self.address("weight", args[weight])
+        self._pool(values, args["pool"])
+
+    def _kda_gate(self, row: Row, values: dict):
+        self._tap(values, "dst", row.args["dst"])
+        self._tap(values, "tap", row.args["beta"])
+        values["p0"] = float(row.args["bound"])
+
+    def _kda_recurrent(self, row: Row, values: dict):
+        self._pool(values, row.args["pool"])
+        self._tap(values, "dst", row.args["dst"])
+
+    def _gated_rms_norm(self, row: Row, values: dict):
+        self._view(values, "dst", row.args["dst"])
+        values["eps"] = float(row.args["eps"])
+
+    def _flag(self, append: Row) -> int:
+        return self.schedule.extras["flags"].start + 16 * next(i for i, r in enumerate(self._appends) if r.calls == append.calls)
+
+    def _mla_kv_append(self, row: Row, values: dict):
+        self._view(values, "src", row.args["src"])
+        values |= {"weight": self.address("weight", row.args["weight"]), "eps": float(row.args["eps"])}
+        self._pool(values, row.args["pool"])
+        values |= {"page_size": self.address("page size", row.args["pool"]), "flag": self._flag(row)}
+
+    def _mla_decode(self, row: Row, values: dict):
+        self._view(values, "src", row.args["src"])
+        # the absorb row leaves [H, L] packed, without the unrotated dims of the op's result
+        self._view(values, "rope", row.args["rope"])
+        self._pool(values, row.args["pool"])
+        values |= {"page_size": self.address("page size", row.args["pool"]), "flag": self._flag(row.args["append"])}
+        values |= {"scale": float(row.args["scale"]), "groups": row.args["groups"]}
+        self._parts(row, values)
+
+    def _parts(self, decode: Row, values: dict):
+        number = next(i for i, r in enumerate(self._decodes) if r.args["part"] == decode.args["part"])
+        values |= {"part": self.schedule.extras["part"].start, "ml": self.schedule.extras["ml"].start, "sub": 1 + number}
+
+    def _mla_combine(self, row: Row, values: dict):
+        args = row.args
+        values |= {"groups": args["head_tiles"], "group_pad": args["group_pad"]}
+        values["x_pitch"] = self._heads_pitch(args["for"])
+        self._tap(values, "dst", args["dst"])
+        self._parts(args["decode"], values)
+
+    def _argmax(self, row: Row, values: dict):
+        values |= {"part": self.schedule.extras["best"].start, "vocab_start": row.args["vocab_start"]}
+        values["total"] = min(row.args["tiles"], self.schedule.shape.sms)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+__all__ = ["TILE_ROWS", "Address", "Encoder"]

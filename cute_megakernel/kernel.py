@@ -1,0 +1,203 @@
+"""The kernel: every SM walks the table once. One warp streams weights through the ring, sixteen consume them.
+
+    launch_megakernel(shape) compiles `launch`, whose arguments are addresses; `megakernel.py` owns the memory.
+
+Control words, int32: [0] launches so far, [1] SMs that entered, [2] error (0: none, else (row << 12 | SM) + 1),
+[3] SMs that left. The last SM to leave makes the next launch possible.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cuda.bindings.driver import CUstream
+from cutlass import Int32, Int64
+
+from cute_megakernel import ptx
+from cute_megakernel.core import Fields, Sm, region, sync
+from cute_megakernel.rows import Code
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, THREADS, KernelShape, SharedLayout
+from cute_megakernel.stages.argmax import argmax
+from cute_megakernel.stages.bank_scores import bank_scores
+from cute_megakernel.stages.kda import causal_conv1d, gated_rms_norm, kda_gate, kda_recurrent
+from cute_megakernel.stages.linear import linear
+from cute_megakernel.stages.mix import mix
+from cute_megakernel.stages.mla import mla_combine, mla_decode, mla_kv_append
+from cute_megakernel.stages.moe_down import moe_down
+from cute_megakernel.stages.moe_gate_up import moe_gate_up
+from cute_megakernel.stages.moe_router import moe_router
+from cute_megakernel.stream import stream
+
+TAGS_A_LAUNCH = 32  # a launch may tag words with its number times this, plus a small `sub`
+OVERLAP = 1 << 30  # error: this launch met another one on the same instance
+
+ARGUMENTS = (
+    "fields", "work", "words", "control", "tokens", "slots", "is_new", "seq_lens", "page_table", "next_tokens",
+    "next_values", "trace",
+)  # fmt: skip
+NUMBERS = ("rows", "max_pages", "first_valid_slot", "in_flight")
+
+
+def launcher(shape: KernelShape):
+    """The function to compile for `shape`: `launch(addresses..., numbers..., limit_ns, stream)`."""
+    layout = SharedLayout.of(shape)
+
+    @cute.kernel
+    def decode_step(
+        fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
+        seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
+        rows: Int32, max_pages: Int32, first_valid_slot: Int32, in_flight: Int32, limit_ns: Int64,
+    ):  # fmt: skip
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        lane = thread % 32
+        smem = cute.arch.get_dyn_smem(Int32, 128).toint()
+        batch = {
+            "tokens": tokens, "slots": slots, "is_new": is_new, "seq_lens": seq_lens, "page_table": page_table,
+            "next_tokens": next_tokens, "next_values": next_values, "max_pages": max_pages,
+            "first_valid_slot": first_valid_slot, "trace": trace, "in_flight": in_flight,
+        }  # fmt: skip
+        tag = (ptx.ld_fresh_b32(control) + 1) * TAGS_A_LAUNCH
+        sm = Sm(
+            shape=shape, layout=layout, smem=smem, words=words, control=control, tag=tag,
+            deadline=ptx.now_ns() + limit_ns, block=block, thread=thread, warp=warp, lane=lane, group=lane // 4,
+            quad=lane % 4, batch=batch,
+        )  # fmt: skip
+        _prepare(sm)
+        if _enter(sm) != 0:
+            if warp < CONSUMER_WARPS:
+                _consume(sm, fields, work + Int64(block) * Int64(rows) * 8, rows)
+            else:
+                stream(sm, fields, work + Int64(block) * Int64(rows) * 8, rows)
+            ptx.bar_sync(2, THREADS)
+            _leave(sm)
+
+    @cute.jit
+    def launch(
+        fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
+        seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
+        rows: Int32, max_pages: Int32, first_valid_slot: Int32, in_flight: Int32, limit_ns: Int64, stream_handle: CUstream,
+    ):  # fmt: skip
+        decode_step(
+            fields, work, words, control, tokens, slots, is_new, seq_lens, page_table, next_tokens, next_values,
+            trace, rows, max_pages, first_valid_slot, in_flight, limit_ns,
+        ).launch(
+            grid=[shape.sms, 1, 1], block=[THREADS, 1, 1], smem=layout.end, stream=stream_handle, cooperative=True
+        )  # fmt: skip
+
+    return launch
+
+
+@cute.jit
+def _prepare(sm: Sm):
+    """Barriers, zeros, and scratch for the whole launch."""
+    if sm.thread == 0:
+        for i in range(sm.shape.slots):
+            ptx.mbarrier_init(region(sm, "full") + i * 8, 1)
+            ptx.mbarrier_init(region(sm, "empty") + i * 8, CONSUMER_WARPS)
+        ptx.mbarrier_init(region(sm, "ids_ready"), 1)
+        ptx.mbarrier_init(region(sm, "ids_free"), 1)
+        ptx.fence_barrier_init()
+    if sm.thread < 128:
+        ptx.st_shared_b32(region(sm, "zero") + sm.thread * 4, Int32(0))
+
+
+@cute.jit
+def _enter(sm: Sm) -> Int32:
+    """Counts this SM in. 0: the instance is already running in another launch, which this one must not disturb."""
+    if sm.thread == 0:
+        order = ptx.atomic_add(sm.control + 4, Int32(1))
+        alone = ptx.select(order < sm.shape.sms, Int32(1), Int32(0))
+        if alone == 0:
+            ptx.atomic_claim(sm.control + 8, Int32(OVERLAP))
+        ptx.st_shared_b32(region(sm, "scratch") + 2044, alone)
+    ptx.bar_sync(2, THREADS)
+    return ptx.ld_shared_b32(region(sm, "scratch") + 2044)
+
+
+@cute.jit
+def _leave(sm: Sm):
+    if sm.thread == 0:
+        order = ptx.atomic_add(sm.control + 12, Int32(1))
+        if order == sm.shape.sms - 1:
+            ptx.st_global_b32(sm.control, ptx.ld_fresh_b32(sm.control) + 1)
+            ptx.st_global_b32(sm.control + 4, Int32(0))
+            ptx.st_global_b32(sm.control + 12, Int32(0))
+
+
+@cute.jit
+def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
+    """The sixteen warps: row after row, the next row's words on their way meanwhile."""
+    pos, turn, row = Int32(0), Int32(0), Int32(0)
+    low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
+    first, end = ptx.ld_row(work)
+    while row < rows:
+        following = ptx.select(row + 1 < rows, row + 1, row)
+        next_low, next_high = ptx.ld_row(fields + Int64(following) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
+        next_first, next_end = ptx.ld_row(work + Int64(following) * 8)
+        if first < end:
+            f = Fields(region(sm, "row") + turn * (4 * FIELD_WORDS), row)
+            if cutlass.const_expr(sm.shape.delay_seed != 0):
+                delay(sm, row)
+            if sm.warp == 0:
+                ptx.st_shared_v2_b32(region(sm, "row") + turn * (4 * FIELD_WORDS) + sm.lane * 8, low, high)
+            sync(sm)
+            _mark(sm, row, rows, 0)
+            pos = _do(sm, f, pos, first, end)
+            _mark(sm, row, rows, 1)
+            turn = turn ^ 1
+        low, high, first, end = next_low, next_high, next_first, next_end
+        row += 1
+
+
+@cute.jit
+def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+    """One row. -> position in the ring behind it"""
+    code = f["code"]
+    if code == Code.MIX:
+        mix(sm, f)
+    elif code == Code.LINEAR:
+        pos = linear(sm, f, pos, first, end)
+    elif code == Code.MOE_GATE_UP:
+        pos = moe_gate_up(sm, f, pos)
+    elif code == Code.MOE_DOWN:
+        pos = moe_down(sm, f, pos, first, end)
+    elif code == Code.MOE_ROUTER:
+        moe_router(sm, f)
+    elif code == Code.CAUSAL_CONV1D:
+        causal_conv1d(sm, f, first)
+    elif code == Code.KDA_GATE:
+        kda_gate(sm, f, first)
+    elif code == Code.KDA_RECURRENT:
+        pos = kda_recurrent(sm, f, pos, first)
+    elif code == Code.GATED_RMS_NORM:
+        gated_rms_norm(sm, f, first)
+    elif code == Code.BANK_SCORES:
+        bank_scores(sm, f, first, end)
+    elif code == Code.MLA_KV_APPEND:
+        for r in range(first, end):
+            mla_kv_append(sm, f, r)
+    elif code == Code.MLA_DECODE:
+        mla_decode(sm, f)
+    elif code == Code.MLA_COMBINE:
+        mla_combine(sm, f, first, end)
+    elif code == Code.ARGMAX:
+        argmax(sm, f)
+    return pos
+
+
+@cute.jit
+def delay(sm: Sm, row: Int32):
+    """Sleeps up to 16 us, differently for each row, SM and warp."""
+    mixed = (row * 7919 + sm.block * 104729 + sm.warp * 1299709 + sm.shape.delay_seed * 15485863) * 747796405 + 12345
+    ptx.sleep_ns((mixed >> 12) & 0x3FFF)
+
+
+@cute.jit
+def _mark(sm: Sm, row: Int32, rows: Int32, which: cutlass.Constexpr):
+    if cutlass.const_expr(sm.shape.trace):
+        if sm.thread == 0:
+            at = (Int64(sm.block) * Int64(rows) + Int64(row)) * 16 + which * 8
+            ptx.st_global_b64(sm.batch["trace"] + at, ptx.now_ns())
+
+
+assert CONSUMERS + 32 == THREADS

@@ -1,0 +1,216 @@
+"""One instance of the megakernel: images of the weights, workspace, table and the compiled kernel for a batch size.
+
+    kernel = Megakernel(config, Images(weights), state, rows=1)
+    output = kernel.step(tokens, batch)            one launch; StepOutput(tokens, logits), valid until the next step
+    kernel.check()                                 raises MegakernelError where a launch gave up waiting
+
+An instance is for one stream at a time: a launch that meets another one of the same instance ends with an error and
+leaves it alone. `step` allocates, compiles and synchronises nothing and may be captured in a CUDA graph.
+"""
+
+import functools
+import importlib
+from dataclasses import replace
+
+import torch
+
+from cute_megakernel.encode import Encoder
+from cute_megakernel.images import image
+from cute_megakernel.recording import Pool, Weight, record_local_step, weight_paths
+from cute_megakernel.schedule import Schedule, make_schedule
+from kimi_kernels.config import KimiConfig
+from kimi_kernels.decode_step import StepOutput
+from kimi_kernels.state import Batch, State
+from kimi_kernels.weights import ModelWeights
+
+Tensor = torch.Tensor
+MAX_ROWS = 8
+DEFAULT_IN_FLIGHT = 6  # copies of 16 KiB on their way to an SM at most
+OVERLAP = 1 << 30
+
+
+class MegakernelError(RuntimeError):
+    """A launch that could not finish; says which row of the table waited in vain, and where."""
+
+
+class Images:
+    """The weights of a rank as the kernel reads them; made on first use and shared by instances."""
+
+    def __init__(self, weights: ModelWeights):
+        self.weights = weights
+        self.tensors = dict(weight_paths(weights))
+        self.device = weights.embed.device
+        self._made: dict[tuple, Tensor] = {}
+
+    def plain(self, weight: Weight) -> Tensor:
+        """The weight as it is."""
+        return self.tensors[weight.path]
+
+    def image(self, kind: str, weight: Weight, scale: Weight | None = None) -> Tensor:
+        key = (kind, weight.path, weight.start)
+        if key not in self._made:
+            tensor = self.tensors[weight.path]
+            if tensor.ndim == 3 and tuple(weight.shape) != tuple(tensor.shape):  # part of kv_b
+                row = weight.start // tensor.shape[2]
+                tensor = tensor[:, row : row + weight.shape[1]]
+            self._made[key] = image(kind, tensor, None if scale is None else self.tensors[scale.path])
+        return self._made[key]
+
+
+class Megakernel:
+    """`config`, `images` and `state` are one rank's; `rows` sequences of one token each, 1 to 8.
+
+    `taps` hands on every op's output (`tap`), `delay_seed` makes every warp sleep at random, `trace` records times,
+    `limit_s` bounds the launch: no wait goes on beyond it.
+    """
+
+    def __init__(
+        self,
+        config: KimiConfig,
+        images: Images,
+        state: State,
+        rows: int = 1,
+        sms: int | None = None,
+        in_flight: int = 0,
+        taps: bool = False,
+        delay_seed: int = 0,
+        trace: bool = False,
+        limit_s: float = 2.0,
+        schedule: Schedule | None = None,
+    ):
+        if not 1 <= rows <= MAX_ROWS:
+            raise ValueError(f"Megakernel: rows must be in [1, {MAX_ROWS}], got {rows}")
+        if config.dtype != torch.bfloat16:
+            raise ValueError(f"Megakernel: dtype must be bfloat16, got {config.dtype}")
+        self.config, self.images, self.state, self.rows = config, images, state, rows
+        device = images.device
+        available = torch.cuda.get_device_properties(device).multi_processor_count
+        sms = sms or available
+        if sms > available:
+            raise ValueError(f"Megakernel: {sms} SMs asked for, the device has {available}: they must all run at once")
+        if schedule is None:
+            slots, pages = _pool_sizes(state)
+            schedule = make_schedule(record_local_step(config, images.weights, rows, slots, pages), config, sms)
+        schedule.shape = replace(schedule.shape, delay_seed=delay_seed, trace=trace)
+        self.schedule = schedule
+        self.logits = torch.zeros(rows, images.weights.lm_head.shape[0], dtype=config.dtype, device=device)
+        self.next_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.next_values = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.words = torch.zeros(schedule.words, dtype=torch.int64, device=device)
+        self.control = torch.zeros(16, dtype=torch.int32, device=device)
+        size = sms * len(schedule.rows) * 2 if trace else 2
+        self.times = torch.zeros(size, dtype=torch.int64, device=device)
+        self._lists: list[Tensor] = []
+        encoder = Encoder(schedule, self._address, taps)
+        self.fields = encoder.table().to(device)
+        self.work = encoder.work().to(device)
+        self._in_flight = in_flight or DEFAULT_IN_FLIGHT
+        self._limit_ns = int(limit_s * 1e9)
+        self._launch = compiled(schedule.shape)
+
+    def step(self, tokens: Tensor, batch: Batch) -> StepOutput:
+        """Runs one token of each row; `state` is updated in place. Raises ValueError for inputs of a wrong form."""
+        self._check_inputs(tokens, batch)
+        cute, cuda = importlib.import_module("cutlass"), importlib.import_module("cuda.bindings.driver")
+        pointers = (
+            self.fields, self.work, self.words, self.control, tokens, batch.slots, batch.is_new, batch.seq_lens,
+            batch.page_table, self.next_tokens, self.next_values, self.times,
+        )  # fmt: skip
+        self._launch(
+            *(cute.Int64(tensor.data_ptr()) for tensor in pointers),
+            cute.Int32(len(self.schedule.rows)),
+            cute.Int32(batch.page_table.stride(0)),
+            cute.Int32(batch.first_valid_slot),
+            cute.Int32(min(self._in_flight, self.schedule.shape.slots)),
+            cute.Int64(self._limit_ns),
+            cuda.CUstream(torch.cuda.current_stream(self.words.device).cuda_stream),
+        )
+        return StepOutput(self.next_tokens, self.logits)
+
+    def check(self) -> None:
+        """Waits for the device; raises MegakernelError if a launch gave up, and makes the instance usable again."""
+        error = int(self.control[2])
+        if error == 0:
+            return
+        self.reset()
+        if error == OVERLAP:
+            raise MegakernelError("a launch met another launch of the same instance on a different stream")
+        number, block = divmod(error - 1, 1 << 12)
+        if number >= len(self.schedule.rows):
+            raise MegakernelError(f"a wait inside SM {block} took more than {self._limit_ns / 1e9:g} s")
+        row = self.schedule.rows[number]
+        raise MegakernelError(
+            f"row {number} ({row.name}, calls {row.calls}) on SM {block} waited more than "
+            f"{self._limit_ns / 1e9:g} s for {[view.buffer.name for view in row.reads]}"
+        )
+
+    def reset(self) -> None:
+        """Forgets all launches; nothing of this instance may be running."""
+        self.control.zero_()
+        self.words.zero_()
+
+    def tap(self, index: int) -> Tensor:
+        """What buffer `index` of the recording holds after a step, [rows, width]; needs `taps`."""
+        buffer, place = self.schedule.recording.buffers[index], self.schedule.places[index]
+        words = self.words[place.start : place.start + buffer.rows * place.pitch].view(torch.int32)
+        payload = words.reshape(buffer.rows, place.pitch, 2)[:, :, 0].contiguous()
+        values = payload if buffer.dtype == torch.int32 else payload.view(buffer.dtype)
+        return values[:, : buffer.width]
+
+    def _check_inputs(self, tokens: Tensor, batch: Batch) -> None:
+        expected = {
+            "tokens": (tokens, torch.int64, (self.rows,)),
+            "slots": (batch.slots, torch.int32, (self.rows,)),
+            "is_new": (batch.is_new, torch.bool, (self.rows,)),
+            "seq_lens": (batch.seq_lens, torch.int32, (self.rows,)),
+            "page_table": (batch.page_table, torch.int32, (self.rows, batch.page_table.shape[-1])),
+        }
+        for name, (tensor, dtype, shape) in expected.items():
+            if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device != self.words.device:
+                got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+                raise ValueError(f"step: {name} must be {list(shape)} {dtype} on {self.words.device}, got {got}")
+            if tensor.stride(-1) != 1:
+                raise ValueError(f"step: {name} must be contiguous along its last dim, got strides {tensor.stride()}")
+
+    def _address(self, what: str, subject) -> int:
+        """Device addresses for the table."""
+        if what in ("int32", "int64"):
+            self._lists.append(torch.tensor(subject, dtype=getattr(torch, what), device=self.images.device))
+            return self._lists[-1].data_ptr()
+        if what == "logits":
+            return self.logits.data_ptr()
+        if what == "weight":
+            return self.images.plain(subject).data_ptr()
+        if isinstance(subject, Pool):
+            pool = getattr(self.state.layers[subject.layer], subject.field)
+            numbers = {
+                "pool": pool.data_ptr(),
+                "pool stride": pool.stride(0) * pool.element_size(),
+                "pool count": pool.shape[0],
+                "page size": pool.shape[1],
+            }
+            return numbers[what]
+        weight, scale = subject if isinstance(subject, tuple) else (subject, None)
+        return self.images.image(what, weight, scale).data_ptr()
+
+
+def _pool_sizes(state: State) -> tuple[int, int]:
+    """Slots, and the page size."""
+    slots = next((l.recurrent.shape[0] for l in state.layers if hasattr(l, "recurrent")), 1)
+    page = next((l.latent_cache.shape[1] for l in state.layers if hasattr(l, "latent_cache")), 1)
+    return slots, page
+
+
+@functools.cache
+def compiled(shape):
+    """The kernel of `shape`; compiled once a process. Raises ImportError naming the package that is missing."""
+    try:
+        cute = importlib.import_module("cutlass.cute")
+    except ImportError as error:
+        raise ImportError(f"the megakernel needs the package nvidia-cutlass-dsl: {error}") from error
+    cutlass = importlib.import_module("cutlass")
+    cuda = importlib.import_module("cuda.bindings.driver")
+    kernel = importlib.import_module("cute_megakernel.kernel")
+    addresses = [cutlass.Int64(0)] * len(kernel.ARGUMENTS)
+    numbers = [cutlass.Int32(0)] * len(kernel.NUMBERS)
+    return cute.compile(kernel.launcher(shape), *addresses, *numbers, cutlass.Int64(0), cuda.CUstream(0))

@@ -1,0 +1,406 @@
+"""The machine instructions the megakernel uses, one function each; every memory access of the kernel goes through here.
+
+Addresses are plain integers: shared memory as 32-bit offsets, global memory as 64-bit addresses. All accesses are
+volatile to the compiler, so program order is kept.
+"""
+
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import inline_ptx
+
+
+def ld_shared_b32(addr: Int32) -> Int32:
+    return inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_shared_u16(addr: Int32) -> Int32:
+    text = "{ .reg .b16 h; ld.shared.u16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_shared_u8(addr: Int32) -> Int32:
+    return inline_ptx("ld.shared.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_shared_f32(addr: Int32) -> Float32:
+    return inline_ptx("ld.shared.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
+
+
+def ld_shared_b64(addr: Int32) -> Int64:
+    return inline_ptx("ld.shared.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
+
+
+def ld_shared_v2_b32(addr: Int32):
+    text = "ld.shared.v2.b32 { {$w0}, {$w1} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 2, read_only_args=[addr])
+
+
+def ld_shared_v4_b32(addr: Int32):
+    text = "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
+
+
+def ld_shared_v4_f32(addr: Int32):
+    text = "ld.shared.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[addr])
+
+
+def st_shared_u8(addr: Int32, value: Int32):
+    inline_ptx("st.shared.u8 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_shared_b32(addr: Int32, value: Int32):
+    inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_shared_b64(addr: Int32, value: Int64):
+    inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_shared_f32(addr: Int32, value: Float32):
+    inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_shared_v2_b32(addr: Int32, a: Int32, b: Int32):
+    inline_ptx("st.shared.v2.b32 [{$r0}], { {$r1}, {$r2} };", read_only_args=[addr, a, b])
+
+
+def st_shared_v2_f32(addr: Int32, a: Float32, b: Float32):
+    inline_ptx("st.shared.v2.f32 [{$r0}], { {$r1}, {$r2} };", read_only_args=[addr, a, b])
+
+
+def ld_table(addr: Int64) -> Int32:
+    """A word that nothing writes during the launch; may be cached near the SM."""
+    return inline_ptx("ld.global.nc.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_row(addr: Int64):
+    """Two words of the table."""
+    text = "ld.global.nc.v2.b32 { {$w0}, {$w1} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 2, read_only_args=[addr])
+
+
+def ld_global_f32(addr: Int64) -> Float32:
+    return inline_ptx("ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
+
+
+def ld_global_v4_f32(addr: Int64):
+    text = "ld.global.nc.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[addr])
+
+
+def ld_global_v2_b32(addr: Int64):
+    text = "ld.global.nc.v2.b32 { {$w0}, {$w1} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 2, read_only_args=[addr])
+
+
+def ld_global_u8(addr: Int64) -> Int32:
+    return inline_ptx("ld.global.nc.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_global_u16(addr: Int64) -> Int32:
+    text = "{ .reg .b16 h; ld.global.nc.u16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_global_b64(addr: Int64) -> Int64:
+    return inline_ptx("ld.global.nc.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
+
+
+def ld_fresh_b32(addr: Int64) -> Int32:
+    """A word that other SMs may have written in this launch: read where all SMs agree, past the near cache."""
+    return inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_fresh_v4_b32(addr: Int64):
+    text = "ld.relaxed.gpu.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
+
+
+def ld_fresh_u16(addr: Int64) -> Int32:
+    text = "{ .reg .b16 h; ld.relaxed.gpu.global.u16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr])
+
+
+def ld_word(addr: Int64):
+    """One activation word -> (payload, tag); a single 8-byte access, so that the tag vouches for the payload."""
+    text = "{ .reg .b64 w; ld.relaxed.gpu.global.b64 w, [{$r0}]; mov.b64 { {$w0}, {$w1} }, w; }"
+    return inline_ptx(text, write_only_types=[Int32] * 2, read_only_args=[addr])
+
+
+def ld_word_pair(addr: Int64):
+    """Two neighbouring activation words (16-byte aligned) -> (payload, tag, payload, tag)."""
+    text = (
+        "{ .reg .b64 v; .reg .b64 w; ld.relaxed.gpu.global.v2.b64 { v, w }, [{$r0}];"
+        " mov.b64 { {$w0}, {$w1} }, v; mov.b64 { {$w2}, {$w3} }, w; }"
+    )
+    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
+
+
+def st_word(addr: Int64, payload: Int32, tag: Int32):
+    text = "{ .reg .b64 w; mov.b64 w, { {$r1}, {$r2} }; st.relaxed.gpu.global.b64 [{$r0}], w; }"
+    inline_ptx(text, read_only_args=[addr, payload, tag])
+
+
+def st_word_pair(addr: Int64, first: Int32, second: Int32, tag: Int32):
+    text = (
+        "{ .reg .b64 v; .reg .b64 w; mov.b64 v, { {$r1}, {$r3} }; mov.b64 w, { {$r2}, {$r3} };"
+        " st.relaxed.gpu.global.v2.b64 [{$r0}], { v, w }; }"
+    )
+    inline_ptx(text, read_only_args=[addr, first, second, tag])
+
+
+def st_global_b32(addr: Int64, value: Int32):
+    inline_ptx("st.global.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_global_v2_b32(addr: Int64, a: Int32, b: Int32):
+    inline_ptx("st.global.v2.b32 [{$r0}], { {$r1}, {$r2} };", read_only_args=[addr, a, b])
+
+
+def st_global_u16(addr: Int64, value: Int32):
+    text = "{ .reg .b16 h; cvt.u16.u32 h, {$r1}; st.global.u16 [{$r0}], h; }"
+    inline_ptx(text, read_only_args=[addr, value])
+
+
+def st_global_f32(addr: Int64, value: Float32):
+    inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_global_v4_f32(addr: Int64, a: Float32, b: Float32, c: Float32, d: Float32):
+    text = "st.global.v4.f32 [{$r0}], { {$r1}, {$r2}, {$r3}, {$r4} };"
+    inline_ptx(text, read_only_args=[addr, a, b, c, d])
+
+
+def st_global_b64(addr: Int64, value: Int64):
+    inline_ptx("st.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def fence_gpu():
+    inline_ptx("fence.acq_rel.gpu;")
+
+
+def atomic_add(addr: Int64, value: Int32) -> Int32:
+    text = "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr, value])
+
+
+def atomic_claim(addr: Int64, value: Int32) -> Int32:
+    """Writes `value` where a zero is; returns what was there."""
+    text = "atom.relaxed.gpu.global.cas.b32 {$w0}, [{$r0}], 0, {$r1};"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr, value])
+
+
+def mbarrier_init(addr: Int32, count: int):
+    inline_ptx("mbarrier.init.shared::cta.b64 [{$r0}], {$r1};", read_only_args=[addr, Int32(count)])
+
+
+def mbarrier_arrive(addr: Int32):
+    inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[addr])
+
+
+def mbarrier_expect(addr: Int32, nbytes: Int32):
+    inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[addr, nbytes])
+
+
+def mbarrier_try_wait(addr: Int32, parity: Int32) -> Int32:
+    """1 once the phase of `parity` is complete; may sleep a little before it answers 0."""
+    text = (
+        "{ .reg .pred p; mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [{$r0}], {$r1};"
+        " selp.b32 {$w0}, 1, 0, p; }"
+    )
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr, parity])
+
+
+def bulk_copy(dst: Int32, src: Int64, nbytes: Int32, barrier: Int32):
+    """Global to shared memory by the copy engine; read once, so first to leave the cache. Multiples of 16 bytes."""
+    text = (
+        "{ .reg .b64 policy; createpolicy.fractional.L2::evict_first.b64 policy, 1.0;"
+        " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [{$r0}], [{$r1}], {$r2}, [{$r3}], policy; }"
+    )
+    inline_ptx(text, read_only_args=[dst, src, nbytes, barrier])
+
+
+def fence_barrier_init():
+    inline_ptx("fence.mbarrier_init.release.cluster;")
+
+
+def bar_sync(barrier: int, threads: int):
+    inline_ptx(f"bar.sync {barrier}, {threads};")
+
+
+def sync_warp():
+    inline_ptx("bar.warp.sync 0xffffffff;")
+
+
+def shfl(value: Int32, lane: Int32) -> Int32:
+    """`value` of another lane."""
+    text = "shfl.sync.idx.b32 {$w0}, {$r0}, {$r1}, 31, 0xffffffff;"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value, lane])
+
+
+def shfl_up(value: Int32, delta: int) -> Int32:
+    """`value` of the lane `delta` below; of this lane where there is none."""
+    text = f"shfl.sync.up.b32 {{$w0}}, {{$r0}}, {delta}, 0, 0xffffffff;"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+
+
+def max_u32(a: Int32, b: Int32) -> Int32:
+    return inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def above_u32(a: Int32, b: Int32, tie: Boolean) -> Boolean:
+    """a > b as unsigned numbers, or equal and `tie`."""
+    text = (
+        "{ .reg .pred p; .reg .pred q; .reg .pred t; setp.ne.s32 t, {$r2}, 0; setp.gt.u32 p, {$r0}, {$r1};"
+        " setp.eq.and.b32 q, {$r0}, {$r1}, t; or.pred p, p, q; selp.b32 {$w0}, 1, 0, p; }"
+    )
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b, Int32(tie)]) != 0
+
+
+def not_below_u32(a: Int32, b: Int32) -> Boolean:
+    text = "{ .reg .pred p; setp.ge.u32 p, {$r0}, {$r1}; selp.b32 {$w0}, 1, 0, p; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b]) != 0
+
+
+def ballot(condition: Boolean) -> Int32:
+    text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; vote.sync.ballot.b32 {$w0}, p, 0xffffffff; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(condition)])
+
+
+def first_bit(value: Int32) -> Int32:
+    """Place of the lowest set bit."""
+    text = "{ .reg .b32 t; brev.b32 t, {$r0}; bfind.shiftamt.u32 {$w0}, t; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+
+
+def shfl_xor(value: Float32, mask: int) -> Float32:
+    text = f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {mask}, 31, 0xffffffff;"
+    return inline_ptx(text, write_only_types=[Float32], read_only_args=[value])
+
+
+def redux_max_u32(value: Int32) -> Int32:
+    text = "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+
+
+def redux_min_u32(value: Int32) -> Int32:
+    text = "redux.sync.min.u32 {$w0}, {$r0}, 0xffffffff;"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+
+
+def mma_bf16(c0: Float32, c1: Float32, a0: Int32, a2: Int32, b0: Int32, b1: Int32):
+    """D[8, 8] += A[8, 16] B[16, 8]: rows of activations times rows of weights. The upper half of the instruction's 16
+    activation rows is zero; its results are dropped."""
+    text = (
+        "{ .reg .f32 z0; .reg .f32 z1; .reg .b32 a; mov.b32 a, 0;"
+        " mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+        " { {$w0}, {$w1}, z0, z1 }, { {$r0}, a, {$r1}, a }, { {$r2}, {$r3} },"
+        " { {$r4}, {$r5}, 0f00000000, 0f00000000 }; }"
+    )
+    return inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[a0, a2, b0, b1, c0, c1])
+
+
+def mma_bf16_full(c, a, b):
+    """D[16, 8] += A[16, 16] B[16, 8] on four, four and two registers."""
+    text = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { {$w0}, {$w1}, {$w2}, {$w3} },"
+        " { {$r0}, {$r1}, {$r2}, {$r3} }, { {$r4}, {$r5} }, { {$r6}, {$r7}, {$r8}, {$r9} };"
+    )
+    return inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *c])
+
+
+def mul_bf16x2(a: Int32, b: Int32) -> Int32:
+    return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def pack_bf16(low: Float32, high: Float32) -> Int32:
+    """Two floats rounded to nearest even, `low` in the low half."""
+    text = "cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[low, high])
+
+
+def low_bf16(pair: Int32) -> Float32:
+    text = "{ .reg .b32 t; shl.b32 t, {$r0}, 16; mov.b32 {$w0}, t; }"
+    return inline_ptx(text, write_only_types=[Float32], read_only_args=[pair])
+
+
+def high_bf16(pair: Int32) -> Float32:
+    text = "{ .reg .b32 t; and.b32 t, {$r0}, 0xffff0000; mov.b32 {$w0}, t; }"
+    return inline_ptx(text, write_only_types=[Float32], read_only_args=[pair])
+
+
+def float_bits(value: Float32) -> Int32:
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def bits_float(value: Int32) -> Float32:
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value])
+
+
+def exp2_approx(x: Float32) -> Float32:
+    return inline_ptx("ex2.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def log2_approx(x: Float32) -> Float32:
+    return inline_ptx("lg2.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def rsqrt_approx(x: Float32) -> Float32:
+    return inline_ptx("rsqrt.approx.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def div_full(a: Float32, b: Float32) -> Float32:
+    """a / b within 2 ulp, over the whole range."""
+    return inline_ptx("div.full.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def fmax(a: Float32, b: Float32) -> Float32:
+    return inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def fmax_nan(a: Float32, b: Float32) -> Float32:
+    """The larger; NaN where either is."""
+    return inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def fmin(a: Float32, b: Float32) -> Float32:
+    return inline_ptx("min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+
+
+def abs_f32(x: Float32) -> Float32:
+    return inline_ptx("abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def copysign(size: Float32, sign: Float32) -> Float32:
+    return inline_ptx("copysign.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Float32], read_only_args=[size, sign])
+
+
+def select_f32(condition: Boolean, yes: Float32, no: Float32) -> Float32:
+    text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.f32 {$w0}, {$r1}, {$r2}, p; }"
+    return inline_ptx(text, write_only_types=[Float32], read_only_args=[Int32(condition), yes, no])
+
+
+def select(condition: Boolean, yes: Int32, no: Int32) -> Int32:
+    text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(condition), yes, no])
+
+
+def red_or_shared(addr: Int32, bits: Int32):
+    inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[addr, bits])
+
+
+def popc(value: Int32) -> Int32:
+    return inline_ptx("popc.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def now_ns() -> Int64:
+    return cute.arch.globaltimer()
+
+
+def sleep_ns(ns: Int32):
+    inline_ptx("nanosleep.u32 {$r0};", read_only_args=[ns])
+
+
+__all__ = [name for name in dir() if not name.startswith("_") and name not in ("Uint32", "cute")]

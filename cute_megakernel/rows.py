@@ -1,0 +1,73 @@
+"""The row: one entry of the table that every SM walks, and what the kernel, the emulator and the validator read of it.
+
+A row carries out one op call or a few that belong together (a projection and its activation). Its work is cut into
+`units`; every SM gets a range of them in `Schedule.work`. `units` 0 means that each SM does the whole row for itself,
+because it needs the result in its own shared memory.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from cute_megakernel.recording import Buffer, Pool, View, Weight
+from kimi_kernels.places import Place
+
+
+class Code(IntEnum):
+    """What the row does; the handlers of the same names are in `stages/`."""
+
+    MIX = 0  # x <- activations: embedding, residual_add, attn_res_norm, rms_norm, or a plain load
+    BANK_SCORES = 1  # scores of one bank row for the mixes that will read it
+    LINEAR = 2  # linear, router_logits, mla_absorb_query, mla_expand_value, with situ, swiglu, output_gate behind
+    MOE_ROUTER = 3
+    MOE_GATE_UP = 4
+    MOE_DOWN = 5
+    CAUSAL_CONV1D = 6
+    KDA_GATE = 7
+    KDA_RECURRENT = 8
+    GATED_RMS_NORM = 9
+    MLA_KV_APPEND = 10
+    MLA_DECODE = 11
+    MLA_COMBINE = 12  # x <- the parts of mla_decode put together
+    ARGMAX = 13
+
+
+class Epilogue(IntEnum):
+    """What a LINEAR or MOE_GATE_UP row does with its sums."""
+
+    ACT = 0  # rounded to bfloat16, two a word
+    FLOAT = 1  # float32, one a word
+    SITU = 2
+    SWIGLU = 3
+    OUTPUT_GATE = 4
+    LOCAL = 5  # rounded to bfloat16, to the shared memory of this SM
+    LOGITS = 6  # to the logits tensor, with a running argmax
+
+
+STREAMED = (Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_RECURRENT)
+TILE_ROWS = 8  # outputs of one tile
+
+
+@dataclass
+class Row:
+    """`args` holds Views, Weights, Pools, Buffers and numbers by field name; see `table.py` for how they are packed."""
+
+    code: Code
+    place: Place
+    calls: list[int]  # recorded calls that are complete once the row is
+    units: int = 0
+    unit_bytes: int = 0  # streamed per unit
+    reads: list[View] = field(default_factory=list)  # activations that it waits for
+    writes: list[Buffer] = field(default_factory=list)  # activations that it hands on
+    x: View | None = None  # what must be, or what it puts, in shared memory
+    args: dict[str, object] = field(default_factory=dict)
+    item_units: int = 0  # > 0: per-head rows; the units of one (row, head) item
+    rows: tuple[int, int] = (0, 0)  # batch rows [first, end) that it serves
+
+    @property
+    def name(self) -> str:
+        weight = self.args.get("weight")
+        what = weight.path.split(".")[-1] if isinstance(weight, Weight) else self.code.name.lower()
+        return f"{self.place} {what}"
+
+
+__all__ = ["STREAMED", "TILE_ROWS", "Code", "Epilogue", "Pool", "Row"]

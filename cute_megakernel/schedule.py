@@ -1,0 +1,161 @@
+"""The schedule of one launch: rows, the share of each SM, and where every activation lives. Data for the kernel, the
+emulator, the validator and the trace alike.
+
+    schedule = make_schedule(recording, config, sms=132)
+    schedule.rows[5].name, schedule.work[sm][5]          what a row does, and this SM's units [first, end)
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from cute_megakernel.lowering import lower, pitch_bytes, x_pitch
+from cute_megakernel.recording import Buffer, Recording
+from cute_megakernel.rows import STREAMED, Code, Row
+from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, expert_chunk, most_slots
+from kimi_kernels.config import KimiConfig
+
+SMALLEST_X = 20480  # the query of 16 heads in mla_decode
+
+
+@dataclass(frozen=True)
+class Place:
+    """An activation in the workspace, in words: first word and words between rows."""
+
+    start: int
+    pitch: int
+
+
+@dataclass
+class Schedule:
+    """`work[sm][i]` are the units of row i that the SM does; (0, 1) for a row that every SM does for itself."""
+
+    shape: KernelShape
+    recording: Recording
+    rows: list[Row]
+    work: list[list[tuple[int, int]]]
+    places: dict[int, Place] = field(default_factory=dict)  # by buffer index
+    extras: dict[str, Place] = field(default_factory=dict)  # scores, flags, parts
+    words: int = 0
+
+    @property
+    def mixes(self) -> int:
+        return sum(call.op == "attn_res_norm" for call in self.recording.calls)
+
+    def streamed_bytes(self, sm: int) -> int:
+        """Bytes that the SM streams, but for the experts, which the router decides."""
+        units = zip(self.rows, self.work[sm], strict=True)
+        return sum(
+            max(0, end - first) // (row.item_units or 1) * row.unit_bytes
+            for row, (first, end) in units
+            if row.code in STREAMED and row.units > 0
+        )
+
+
+def kernel_shape(config: KimiConfig, rows: int, sms: int, x_bytes: int) -> KernelShape:
+    """Build parameters of this rank's config."""
+    shape = KernelShape(
+        rows=rows,
+        hidden_size=config.hidden_size,
+        kda_heads=config.kda_heads,
+        kda_head_dim=config.kda_head_dim,
+        mla_heads=config.mla_heads,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_nope_dim=config.qk_nope_dim,
+        qk_rope_dim=config.qk_rope_dim,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        mxfp4=config.mxfp4_experts,
+        up_chunk=expert_chunk(config.expert_in, config.mxfp4_experts),
+        down_chunk=expert_chunk(config.expert_size, config.mxfp4_experts),
+        x_bytes=x_bytes,
+        sms=sms,
+        slots=0,
+    )
+    return replace(shape, slots=most_slots(shape))
+
+
+def make_schedule(recording: Recording, config: KimiConfig, sms: int) -> Schedule:
+    """Lowers a recording for `sms` SMs. `config` is this rank's. Raises ValueError where a size does not fit."""
+    x_bytes = x_budget(recording, config)
+    rows = lower(recording, x_bytes, sms)
+    schedule = Schedule(kernel_shape(config, recording.rows, sms, x_bytes), recording, rows, [])
+    schedule.work = share_out(rows, sms, schedule.shape.tiles_in_group)
+    _place(schedule)
+    return schedule
+
+
+def x_budget(recording: Recording, config: KimiConfig) -> int:
+    """Shared memory for activations: the hidden state of all rows, and any input of one row."""
+    single = [x_pitch(row) for row in lower(recording, 1 << 30, 1) if row.x is not None and not row.args.get("x_local")]
+    return -(-max(recording.rows * pitch_bytes(config.hidden_size), SMALLEST_X, *single) // 128) * 128
+
+
+def share_out(rows: list[Row], sms: int, group: int) -> list[list[tuple[int, int]]]:
+    """Contiguous ranges of units: each SM gets the same number, and one more goes to those that have streamed least."""
+    load = [0.0] * sms
+    work: list[list[tuple[int, int]]] = [[] for _ in range(sms)]
+    items: list[int] = []  # SM of each item of the KDA block at hand
+    for row in rows:
+        if row.units <= 0:  # done by all, or dealt out on the device
+            ranges = [(0, 1)] * sms
+        elif row.item_units:
+            if row.code == Code.MIX:
+                items = sorted(sorted(range(sms), key=load.__getitem__)[: row.units])
+            ranges = [(0, 0)] * sms
+            for i, sm in enumerate(items[: row.units]):
+                unit = (row.args["first"] + i) * row.item_units
+                ranges[sm] = (0, 1) if row.code == Code.MIX else (unit, unit + row.item_units)
+                load[sm] += row.unit_bytes
+        else:
+            ranges = _even(row, load, sms)
+        if row.code == Code.MOE_DOWN:
+            ranges = [share if share[0] < share[1] else (1, 0) for share in ranges]
+        if row.code == Code.MLA_COMBINE:
+            ranges = []  # as the row behind it
+        for sm, share in enumerate(ranges):
+            work[sm].append(share)
+        if row.code == Code.MLA_COMBINE:
+            for sm, share in enumerate(_even(row.args["for"], list(load), sms)):
+                work[sm].append(share)
+    return work
+
+
+def _even(row: Row, load: list[float], sms: int) -> list[tuple[int, int]]:
+    base, extra = divmod(row.units, sms)
+    most = set(sorted(range(sms), key=load.__getitem__)[:extra])
+    ranges, start = [], 0
+    for sm in range(sms):
+        end = start + base + (sm in most)
+        ranges.append((start, end))
+        load[sm] += (end - start) * row.unit_bytes
+        start = end
+    low = min(load)
+    load[:] = [value - low for value in load]
+    return ranges
+
+
+def words_of(buffer: Buffer) -> int:
+    """Words of one row: two bfloat16 or one wider number each, whole tiles."""
+    width = -(-buffer.width // 8) * 8
+    return width // 2 if buffer.dtype == torch.bfloat16 else width
+
+
+def _place(schedule: Schedule):
+    """Gives every activation its own words; nothing is used twice in a launch but the parts of mla_decode."""
+    shape, at = schedule.shape, 0
+
+    def take(rows: int, pitch: int) -> Place:
+        nonlocal at
+        start, at = at, at + -(-rows * pitch // 16) * 16
+        return Place(start, pitch)
+
+    for buffer in schedule.recording.buffers:
+        schedule.places[buffer.index] = take(buffer.rows, words_of(buffer))
+    heads, latent = shape.mla_heads, shape.kv_lora_rank
+    schedule.extras["scores"] = take(max(1, schedule.mixes) * shape.rows, MAX_BANK)
+    schedule.extras["flags"] = take(max(1, sum(row.code == Code.MLA_KV_APPEND for row in schedule.rows)), 16)
+    schedule.extras["ml"] = take(shape.rows * heads * MAX_SPLITS, 2)
+    schedule.extras["part"] = take(shape.rows * heads * MAX_SPLITS, latent)
+    schedule.extras["best"] = take(shape.sms * shape.rows, 2)
+    schedule.words = at

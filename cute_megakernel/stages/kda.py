@@ -1,0 +1,249 @@
+"""causal_conv1d, the KDA gates, kda_recurrent and gated_rms_norm of one head of one batch row, one after the other on
+one SM; between them everything stays in its shared memory (`LOCAL`), in float32.
+
+A unit is an item = batch row * heads + head. The recurrent state comes through the ring like a weight, because its
+address is known when the launch begins: it is there before q, k and v are.
+
+Source   DESIGN.md section 5; fla-org/flash-linear-attention fla/ops/kda/naive.py for the order of the delta rule
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_megakernel import ptx
+from cute_megakernel.core import (Fields, Sm, address_of, advance, exp, finish_segment, float_of, poll_word, region, ring_slot, rms_scale, sigmoid, warp_sum, warp_sums, word_address)
+from cute_megakernel.shape import CONSUMER_WARPS, SLOT_BYTES
+
+LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o", "dt_bias", "norm")  # head_dim floats each, then two numbers
+L2_EPS = 1.0e-6
+TAPS = 4
+
+
+def local(sm: Sm, name: str) -> Int32:
+    return region(sm, "local") + LOCAL.index(name) * sm.shape.kda_head_dim * 4
+
+
+def number(sm: Sm, index: int) -> Int32:
+    """0: beta, raw before kda_gate; 1: A_log."""
+    return region(sm, "local") + (len(LOCAL) * sm.shape.kda_head_dim + index) * 4
+
+
+@cute.jit
+def slot_of_row(sm: Sm, f: Fields, r: Int32) -> Int32:
+    """Slot of the batch row, -1 where it is padding or points outside the pool."""
+    slot = ptx.ld_table(sm.batch["slots"] + Int64(r) * 4)
+    valid = (slot >= sm.batch["first_valid_slot"]) & (slot < f["pool_count"])
+    return ptx.select(valid, slot, Int32(-1))
+
+
+def is_new(sm: Sm, r: Int32) -> Int32:
+    return ptx.ld_global_u8(sm.batch["is_new"] + Int64(r))
+
+
+@cute.jit
+def causal_conv1d(sm: Sm, f: Fields, item: Int32):
+    """silu(sum of taps) of 3 * head_dim channels; the window moves on by one input, which it keeps raw."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    r, h = item // H, item % H
+    slot = slot_of_row(sm, f, r)
+    if sm.thread < 3 * K:
+        part, at = sm.thread // K, sm.thread % K
+        channel = part * (H * K) + h * K + at
+        window = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(channel) * 2
+        row_bytes = Int64(3 * H * K * 2)
+        old = cute.make_rmem_tensor(TAPS - 1, Int32)
+        for i in cutlass.range_constexpr(TAPS - 1):
+            old[i] = Int32(0)
+        if (slot >= 0) & (is_new(sm, r) == 0):
+            for i in cutlass.range_constexpr(TAPS - 1):
+                old[i] = ptx.ld_fresh_u16(window + i * row_bytes)
+        taps = ptx.ld_global_v4_f32(address_of(f, "weight") + Int64(channel) * 16)
+        word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + channel // 2, sm.tag)
+        new = ptx.select(channel % 2 == 0, word & 0xFFFF, (word >> 16) & 0xFFFF)
+        total = Float32(0.0)
+        for i in cutlass.range_constexpr(TAPS - 1):
+            total = total + ptx.low_bf16(old[i]) * taps[i]
+        total = total + ptx.low_bf16(new) * taps[TAPS - 1]
+        z = total * sigmoid(total)
+        if slot < 0:
+            z = Float32(0.0)
+        if slot >= 0:
+            for i in cutlass.range_constexpr(TAPS - 2):
+                ptx.st_global_u16(window + i * row_bytes, old[i + 1])
+            ptx.st_global_u16(window + (TAPS - 2) * row_bytes, new)
+        ptx.st_shared_f32(local(sm, "q") + sm.thread * 4, z)
+        put(sm, f, "dst", "dst_pitch", r, channel, z)
+    elif sm.thread < 4 * K:
+        _fetch(sm, f, r, h, sm.thread - 3 * K)
+
+
+@cute.jit
+def _fetch(sm: Sm, f: Fields, r: Int32, h: Int32, k: Int32):
+    """What the rows behind this one need from memory, on its way while the convolution waits for its own."""
+    K = sm.shape.kda_head_dim
+    dt = ptx.ld_global_f32(address_of(f, "weight2") + Int64(h * K + k) * 4)
+    norm = ptx.ld_global_f32(address_of(f, "norm") + Int64(k) * 4)
+    if k == 0:
+        ptx.st_shared_f32(number(sm, 1), ptx.ld_global_f32(address_of(f, "A_log") + Int64(h) * 4))
+        word = poll_word(sm, f.number, f["beta"] + r * f["beta_pitch"] + h // 2, sm.tag)
+        ptx.st_shared_f32(number(sm, 0), half_of(word, h))
+    ptx.st_shared_f32(local(sm, "dt_bias") + k * 4, dt)
+    ptx.st_shared_f32(local(sm, "norm") + k * 4, norm)
+    if f["gate"] >= 0:
+        word = poll_word(sm, f.number, f["gate"] + r * f["gate_pitch"] + (h * K + k) // 2, sm.tag)
+        ptx.st_shared_f32(local(sm, "gate") + k * 4, half_of(word, k))
+
+
+def half_of(word: Int32, index: Int32) -> Float32:
+    """Column `index` of the pair that holds it."""
+    return ptx.select_f32(index % 2 == 0, ptx.low_bf16(word), ptx.high_bf16(word))
+
+
+@cute.jit
+def put(sm: Sm, f: Fields, name: cutlass.Constexpr, pitch: cutlass.Constexpr, r: Int32, column: Int32, value: Float32):
+    """Hands a float32 on, where the row asks for it."""
+    if f[name] >= 0:
+        ptx.st_word(word_address(sm, f[name] + r * f[pitch] + column), ptx.float_bits(value), sm.tag)
+
+
+@cute.jit
+def kda_gate(sm: Sm, f: Fields, item: Int32):
+    """log_decay = bound * sigmoid(rate * (raw + dt)), or -rate * softplus(raw + dt) where bound is 0; beta."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    r, h = item // H, item % H
+    bound = float_of(f, "p0")
+    if sm.thread < K:
+        rate = ptx.fmin(exp(ptx.ld_shared_f32(number(sm, 1))), Float32(3.4028234663852886e38))
+        dt = ptx.ld_shared_f32(local(sm, "dt_bias") + sm.thread * 4)
+        raw = ptx.ld_shared_f32(local(sm, "decay") + sm.thread * 4) + dt
+        decay = bound * sigmoid(rate * raw)
+        if bound == Float32(0.0):
+            decay = Float32(0.0) - rate * softplus(raw)
+        ptx.st_shared_f32(local(sm, "log_decay") + sm.thread * 4, decay)
+        put(sm, f, "dst", "dst_pitch", r, h * K + sm.thread, decay)
+    if sm.thread == K:
+        beta = sigmoid(ptx.ld_shared_f32(number(sm, 0)))
+        ptx.st_shared_f32(number(sm, 0), beta)
+        put(sm, f, "tap", "tap_pitch", r, h, beta)
+
+
+@cute.jit
+def softplus(x: Float32) -> Float32:
+    """log(1 + e^x) as max(x, 0) + log1p(e^-|x|); the logarithm by its series where e^-|x| is small."""
+    e = exp(Float32(0.0) - ptx.abs_f32(x))
+    u = Float32(1.0) + e
+    # log1p(e) = log(u) + (e - (u - 1)) / u: what rounding u lost comes back
+    log1p = ptx.log2_approx(u) * Float32(0.6931471805599453) + ptx.div_full(e - (u - Float32(1.0)), u)
+    small = e * (Float32(1.0) - e * (Float32(0.5) - e * (Float32(0.33333333) - e * Float32(0.25))))
+    log1p = ptx.select_f32(e < Float32(0.03125), small, log1p)
+    return ptx.fmax_nan(x, Float32(0.0)) + log1p
+
+
+@cute.jit
+def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
+    """Decay, predict, correct, read: value rows of the state over the warps, its key channels over the lanes."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    per_lane = K // 32
+    slot_rows = min(SLOT_BYTES // (4 * K), K)
+    slots = K // slot_rows
+    warp_rows = slot_rows // CONSUMER_WARPS
+    r, h = item // H, item % H
+    slot = slot_of_row(sm, f, r)
+    state = cute.make_rmem_tensor(slots * warp_rows * per_lane, Float32)
+    for i in cutlass.range_constexpr(slots * warp_rows * per_lane):
+        state[i] = Float32(0.0)
+    if (slot >= 0) & (is_new(sm, r) == 0):
+        held = Int32(-1)
+        for s in cutlass.range_constexpr(slots):
+            held = advance(sm, pos, held, Int32(s))
+            base = ring_slot(sm, pos + s) + sm.lane * (4 * per_lane)
+            for v in cutlass.range_constexpr(warp_rows):
+                _load_row(base + (sm.warp * warp_rows + v) * (4 * K), state, (s * warp_rows + v) * per_lane, per_lane)
+        pos = finish_segment(sm, pos, held, Int32(slots))
+    q, k, decay = _load_lane(sm, "q", per_lane), _load_lane(sm, "k", per_lane), _load_lane(sm, "log_decay", per_lane)
+    qq, kk, kq = Float32(0.0), Float32(0.0), Float32(0.0)
+    for i in cutlass.range_constexpr(per_lane):
+        qq, kk = qq + q[i] * q[i], kk + k[i] * k[i]
+    q_scale = ptx.rsqrt_approx(warp_sum(qq) + Float32(L2_EPS)) * Float32(K**-0.5)
+    k_scale = ptx.rsqrt_approx(warp_sum(kk) + Float32(L2_EPS))
+    for i in cutlass.range_constexpr(per_lane):
+        q[i], k[i], decay[i] = q[i] * q_scale, k[i] * k_scale, exp(decay[i])
+        kq = kq + q[i] * k[i]
+    kq = warp_sum(kq)
+    beta = ptx.ld_shared_f32(number(sm, 0))
+    pool = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
+    count = slots * warp_rows
+    seen, read = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+    for v in cutlass.range_constexpr(count):
+        seen[v], read[v] = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(per_lane):
+            at = v * per_lane + i
+            state[at] = state[at] * decay[i]
+            seen[v], read[v] = seen[v] + state[at] * k[i], read[v] + state[at] * q[i]
+    warp_sums(seen, count)
+    warp_sums(read, count)
+    for v in cutlass.range_constexpr(count):
+        value_row = (v // warp_rows) * slot_rows + sm.warp * warp_rows + v % warp_rows
+        value = ptx.ld_shared_f32(local(sm, "v") + value_row * 4)
+        correction = beta * (value - seen[v])
+        o = ptx.select_f32(slot < 0, Float32(0.0), read[v] + kq * correction)
+        for i in cutlass.range_constexpr(per_lane):
+            state[v * per_lane + i] = state[v * per_lane + i] + correction * k[i]
+        if slot >= 0:
+            _store_row(pool + Int64(value_row * K + sm.lane * per_lane) * 4, state, v * per_lane, per_lane)
+        if sm.lane == 0:
+            ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
+            put(sm, f, "dst", "dst_pitch", r, h * K + value_row, o)
+    return pos
+
+
+@cute.jit
+def _load_lane(sm: Sm, name: cutlass.Constexpr, per_lane: cutlass.Constexpr):
+    """This lane's channels of a local vector."""
+    values = cute.make_rmem_tensor(per_lane, Float32)
+    _load_row(local(sm, name) + sm.lane * (4 * per_lane), values, 0, per_lane)
+    return values
+
+
+@cute.jit
+def _load_row(address: Int32, into: cute.Tensor, at: cutlass.Constexpr, per_lane: cutlass.Constexpr):
+    if cutlass.const_expr(per_lane == 4):
+        into[at], into[at + 1], into[at + 2], into[at + 3] = ptx.ld_shared_v4_f32(address)
+    else:
+        for i in cutlass.range_constexpr(per_lane):
+            into[at + i] = ptx.ld_shared_f32(address + 4 * i)
+
+
+@cute.jit
+def _store_row(address: Int64, values: cute.Tensor, at: cutlass.Constexpr, per_lane: cutlass.Constexpr):
+    if cutlass.const_expr(per_lane == 4):
+        ptx.st_global_v4_f32(address, values[at], values[at + 1], values[at + 2], values[at + 3])
+    else:
+        for i in cutlass.range_constexpr(per_lane):
+            ptx.st_global_f32(address + 4 * i, values[at + i])
+
+
+@cute.jit
+def gated_rms_norm(sm: Sm, f: Fields, item: Int32):
+    """RMSNorm of the head's outputs times sigmoid(gate); each of the first warps sums the squares for itself."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    r, h = item // H, item % H
+    if sm.thread < 32 * (-(-K // 64)):
+        squares = Float32(0.0)
+        for i in cutlass.range_constexpr(K // 32):
+            o = ptx.ld_shared_f32(local(sm, "o") + (sm.lane + 32 * i) * 4)
+            squares = squares + o * o
+        scale = rms_scale(warp_sum(squares), Float32(K), float_of(f, "eps"))
+        if sm.thread < K // 2:
+            column = 2 * sm.thread
+            y = cute.make_rmem_tensor(2, Float32)
+            for i in cutlass.range_constexpr(2):
+                at = (column + i) * 4
+                normed = ptx.ld_shared_f32(local(sm, "o") + at) * scale * ptx.ld_shared_f32(local(sm, "norm") + at)
+                y[i] = normed * sigmoid(ptx.ld_shared_f32(local(sm, "gate") + at))
+            at = f["dst"] + r * f["dst_pitch"] + (h * K + column) // 2
+            ptx.st_word(word_address(sm, at), ptx.pack_bf16(y[0], y[1]), sm.tag)
+
+
+

@@ -1,0 +1,352 @@
+"""mla_kv_append, mla_decode in parts, and the parts put together as the input of mla_expand_value.
+
+Up to 32 parts of a sequence, 64 tokens or more each, are attended to by different SMs, 16 heads at a time; how many, is
+a matter of the length of the sequence alone, so a row does not depend on its neighbours. A part leaves behind, per head,
+
+    ml    largest score, sum of exp(score - largest)
+    part  sum of exp(score - largest) * latent             both float32
+
+Source   DESIGN.md section 5; the absorbed form of DeepSeek-V2 (arXiv 2405.04434), without rotary embedding
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_megakernel import ptx
+from cute_megakernel.core import (Fields, LOG2E, POLLS_BETWEEN_LOOKS, Sm, address_of, float_of, give_up, poll_pair, poll_word, region, rms_scale, sync, warp_max, warp_sum, word_address)
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DECODE_TOKENS, MAX_SPLITS, SPLIT_TOKENS
+
+HEADS = 16  # of one unit
+VALUE_TOKENS = 16
+NO_SCORE = -1.0e30
+
+
+@cute.jit
+def split(length: Int32):
+    """Tokens of a part, a multiple of 8, and the number of parts."""
+    parts = (length + SPLIT_TOKENS - 1) // SPLIT_TOKENS
+    parts = ptx.select(parts > MAX_SPLITS, Int32(MAX_SPLITS), parts)
+    parts = ptx.select(parts < 1, Int32(1), parts)
+    tokens = ((length + parts - 1) // parts + 7) // 8 * 8
+    tokens = ptx.select(tokens < 8, Int32(8), tokens)
+    return tokens, (length + tokens - 1) // tokens
+
+
+@cute.jit
+def row_address(sm: Sm, f: Fields, r: Int32, position: Int32) -> Int64:
+    """The cached row of a token; a page outside the pool counts as page 0."""
+    page = ptx.ld_table(sm.batch["page_table"] + (Int64(r) * Int64(sm.batch["max_pages"]) + position // f["page_size"]) * 4)
+    page = ptx.select((page >= 0) & (page < f["pool_count"]), page, Int32(0))
+    width = sm.shape.kv_lora_rank + sm.shape.qk_rope_dim
+    return address_of(f, "pool") + (Int64(page) * f["page_size"] + position % f["page_size"]) * (2 * width)
+
+
+def seq_len(sm: Sm, r: Int32) -> Int32:
+    return ptx.ld_table(sm.batch["seq_lens"] + Int64(r) * 4)
+
+
+@cute.jit
+def mla_kv_append(sm: Sm, f: Fields, r: Int32):
+    """One warp: RMSNorm of the latent, the extra dims as they are, to the last position of the sequence."""
+    L, width = sm.shape.kv_lora_rank, sm.shape.kv_lora_rank + sm.shape.qk_rope_dim
+    pairs = -(-width // 64)
+    if sm.warp == 0:
+        values = cute.make_rmem_tensor(pairs, Int32)
+        squares = Float32(0.0)
+        for j in cutlass.range_constexpr(pairs):
+            p = sm.lane + 32 * j
+            values[j] = Int32(0)
+            if p < width // 2:
+                values[j] = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + p, sm.tag)
+            if p < L // 2:
+                a, b = ptx.low_bf16(values[j]), ptx.high_bf16(values[j])
+                squares = squares + (a * a + b * b)
+        scale = rms_scale(warp_sum(squares), Float32(L), float_of(f, "eps"))
+        position = seq_len(sm, r) - 1
+        page = Int32(-1)
+        if position >= 0:
+            at = Int64(r) * Int64(sm.batch["max_pages"]) + position // f["page_size"]
+            page = ptx.ld_table(sm.batch["page_table"] + at * 4)
+        if (page >= 0) & (page < f["pool_count"]):
+            row = address_of(f, "pool") + (Int64(page) * f["page_size"] + position % f["page_size"]) * (2 * width)
+            for j in cutlass.range_constexpr(pairs):
+                p = sm.lane + 32 * j
+                word = values[j]
+                if p < L // 2:
+                    w = ptx.ld_table(address_of(f, "weight") + Int64(p) * 4)
+                    word = ptx.pack_bf16(
+                        ptx.low_bf16(word) * scale * ptx.low_bf16(w), ptx.high_bf16(word) * scale * ptx.high_bf16(w)
+                    )
+                if p < width // 2:
+                    ptx.st_global_b32(row + Int64(p) * 4, word)
+        ptx.fence_gpu()
+        ptx.sync_warp()
+        if sm.lane == 0:
+            ptx.st_word(word_address(sm, f["flag"] + r), Int32(0), sm.tag)
+
+
+@cute.jit
+def mla_decode(sm: Sm, f: Fields):
+    """This SM's units: (part, batch row, group of 16 heads), counted with the group fastest."""
+    groups, rows = f["groups"], f["r1"] - f["r0"]
+    unit = sm.block
+    while unit < MAX_SPLITS * rows * groups:
+        part, rest = unit // (rows * groups), unit % (rows * groups)
+        r, head = rest // groups + f["r0"], (rest % groups) * HEADS
+        length = seq_len(sm, r)
+        tokens, parts = split(length)
+        if part < parts:
+            start = part * tokens
+            end = ptx.select(start + tokens < length, start + tokens, length)
+            _attend(sm, f, r, head, part, start, end)
+        unit += sm.shape.sms
+
+
+@cute.jit
+def _attend(sm: Sm, f: Fields, r: Int32, head: Int32, part: Int32, start: Int32, end: Int32):
+    L = sm.shape.kv_lora_rank
+    columns = CONSUMERS  # two a thread, for half the heads
+    steps = -(-L // columns)
+    half = HEADS // 2
+    _load_query(sm, f, r, head)
+    poll_word(sm, f.number, f["flag"] + r, sm.tag)
+    ptx.fence_gpu()
+    sync(sm)
+    acc = cute.make_rmem_tensor(2 * half * steps, Float32)
+    for i in cutlass.range_constexpr(2 * half * steps):
+        acc[i] = Float32(0.0)
+    top, total = Float32(NO_SCORE), Float32(0.0)
+    first = start
+    while first < end:
+        count = ptx.select(end - first < DECODE_TOKENS, end - first, Int32(DECODE_TOKENS))
+        _row_addresses(sm, f, r, first, count)
+        sync(sm)
+        _scores(sm, count)
+        sync(sm)
+        top, total = _softmax(sm, count, top, total, float_of(f, "scale"))
+        sync(sm)
+        _values(sm, count, acc)
+        sync(sm)
+        first += DECODE_TOKENS
+    _publish(sm, f, r, head, part, acc, top, total)
+    sync(sm)
+
+
+def query_pitch(sm: Sm) -> int:
+    return 2 * (-(-(sm.shape.kv_lora_rank + sm.shape.qk_rope_dim) // 32) * 32) + 16
+
+
+def probability(sm: Sm, head: Int32, token: Int32) -> Int32:
+    return region(sm, "sums") + (head * DECODE_TOKENS + token) * 4
+
+
+@cute.jit
+def _load_query(sm: Sm, f: Fields, r: Int32, head: Int32):
+    """[absorbed query | unrotated dims] of 16 heads, zeros where there are fewer, to shared memory."""
+    L, P, heads = sm.shape.kv_lora_rank, sm.shape.qk_rope_dim, sm.shape.mla_heads
+    padded = (query_pitch(sm) - 16) // 4
+    i = sm.thread
+    while i < HEADS * padded:
+        h, pair = i // padded, i % padded
+        word = Int32(0)
+        if head + h < heads:
+            if pair < L // 2:
+                word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + ((head + h) * L) // 2 + pair, sm.tag)
+            if (pair >= L // 2) & (pair < (L + P) // 2):
+                at = f["rope"] + r * f["rope_pitch"]
+                at = at + ((head + h) * (sm.shape.qk_nope_dim + P) + sm.shape.qk_nope_dim) // 2 + pair - L // 2
+                word = poll_word(sm, f.number, at, sm.tag)
+        ptx.st_shared_b32(region(sm, "x") + h * query_pitch(sm) + pair * 4, word)
+        i += CONSUMERS
+
+
+def row_of_token(sm: Sm, token: Int32) -> Int64:
+    """Address of a cached row of the tokens at hand."""
+    return ptx.ld_shared_b64(region(sm, "scratch") + 256 + token * 8)
+
+
+@cute.jit
+def _row_addresses(sm: Sm, f: Fields, r: Int32, first: Int32, count: Int32):
+    """Addresses of the cached rows, by token; past the last one, the first again."""
+    if sm.thread < DECODE_TOKENS:
+        token = ptx.select(sm.thread < count, sm.thread, Int32(0))
+        ptx.st_shared_b64(region(sm, "scratch") + 256 + sm.thread * 8, row_address(sm, f, r, first + token))
+
+
+@cute.jit
+def _scores(sm: Sm, count: Int32):
+    """Products of 16 queries and 8 cached rows a warp, on the tensor cores."""
+    width = sm.shape.kv_lora_rank + sm.shape.qk_rope_dim
+    blocks = -(-width // 32)
+    if sm.warp * 8 < count:
+        row = row_of_token(sm, sm.warp * 8 + sm.group) + Int64(sm.quad) * 16
+        c = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+        d = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+        query = region(sm, "x") + sm.group * query_pitch(sm) + sm.quad * 16
+        for b in cutlass.range_constexpr(blocks):
+            w = (Int32(0), Int32(0), Int32(0), Int32(0))
+            if cutlass.const_expr(32 * b + 32 <= width):
+                w = ptx.ld_fresh_v4_b32(row + 64 * b)
+            else:
+                if 32 * b + 8 * sm.quad < width:
+                    w = ptx.ld_fresh_v4_b32(row + 64 * b)
+            lo = ptx.ld_shared_v4_b32(query + 64 * b)
+            hi = ptx.ld_shared_v4_b32(query + 8 * query_pitch(sm) + 64 * b)
+            c = ptx.mma_bf16_full(c, (lo[0], hi[0], lo[1], hi[1]), (w[0], w[1]))
+            d = ptx.mma_bf16_full(d, (lo[2], hi[2], lo[3], hi[3]), (w[2], w[3]))
+        at = probability(sm, sm.group, sm.warp * 8 + 2 * sm.quad)
+        ptx.st_shared_v2_f32(at, c[0] + d[0], c[1] + d[1])
+        ptx.st_shared_v2_f32(at + 8 * DECODE_TOKENS * 4, c[2] + d[2], c[3] + d[3])
+
+
+@cute.jit
+def _softmax(sm: Sm, count: Int32, top: Float32, total: Float32, scale: Float32):
+    """Warp h does head h: scores become exp(score - top), and what came before is to be scaled by `scratch[h]`."""
+    per_lane = DECODE_TOKENS // 32
+    scores = cute.make_rmem_tensor(per_lane, Float32)
+    largest = top
+    for j in cutlass.range_constexpr(per_lane):
+        token = sm.lane + 32 * j
+        score = ptx.ld_shared_f32(probability(sm, sm.warp, token)) * scale
+        scores[j] = ptx.select_f32(token < count, score, Float32(NO_SCORE))
+        largest = ptx.fmax_nan(largest, scores[j])
+    largest = warp_max(largest)
+    here = Float32(0.0)
+    for j in cutlass.range_constexpr(per_lane):
+        token = sm.lane + 32 * j
+        p = ptx.exp2_approx((scores[j] - largest) * LOG2E)
+        p = ptx.select_f32(token < count, p, Float32(0.0))
+        ptx.st_shared_f32(probability(sm, sm.warp, token), p)
+        here = here + p
+    old = ptx.exp2_approx((top - largest) * LOG2E)
+    if sm.lane == 0:
+        ptx.st_shared_f32(region(sm, "scratch") + sm.warp * 4, old)
+    return largest, total * old + warp_sum(here)
+
+
+@cute.jit
+def _values(sm: Sm, count: Int32, acc: cute.Tensor):
+    """acc = acc * old + sum over tokens of p * latent; two columns and 8 heads a thread, 16 loads on their way."""
+    L = sm.shape.kv_lora_rank
+    steps = -(-L // CONSUMERS)
+    half = HEADS // 2
+    side, pair = sm.thread // (CONSUMERS // 2), sm.thread % (CONSUMERS // 2)
+    for h in cutlass.range_constexpr(half):
+        old = ptx.ld_shared_f32(region(sm, "scratch") + (side * half + h) * 4)
+        for s in cutlass.range_constexpr(steps):
+            at = 2 * (s * half + h)
+            acc[at], acc[at + 1] = acc[at] * old, acc[at + 1] * old
+    for s in cutlass.range_constexpr(steps):
+        column = 2 * pair + s * CONSUMERS
+        if column < L:
+            for token in range(0, count, VALUE_TOKENS):
+                words = cute.make_rmem_tensor(VALUE_TOKENS, Int32)
+                for t in cutlass.range_constexpr(VALUE_TOKENS):
+                    words[t] = ptx.ld_fresh_b32(row_of_token(sm, token + t) + Int64(column) * 2)
+                for h in cutlass.range_constexpr(half):
+                    _add_tokens(sm, side * half + h, token, words, acc, 2 * (s * half + h))
+
+
+@cute.jit
+def _add_tokens(sm: Sm, head: Int32, token: Int32, words: cute.Tensor, acc: cute.Tensor, at):
+    """One head; a token past the last one repeats the first with p = 0, which a NaN there would not survive anyway."""
+    for t in cutlass.range_constexpr(0, VALUE_TOKENS, 4):
+        p = ptx.ld_shared_v4_f32(probability(sm, head, token + t))
+        for i in cutlass.range_constexpr(4):
+            acc[at] = acc[at] + p[i] * ptx.low_bf16(words[t + i])
+            acc[at + 1] = acc[at + 1] + p[i] * ptx.high_bf16(words[t + i])
+
+
+@cute.jit
+def _publish(sm: Sm, f: Fields, r: Int32, head: Int32, part: Int32, acc: cute.Tensor, top: Float32, total: Float32):
+    L, heads = sm.shape.kv_lora_rank, sm.shape.mla_heads
+    columns = CONSUMERS
+    steps = -(-L // columns)
+    half = HEADS // 2
+    tag = sm.tag + f["sub"]
+    side, pair = sm.thread // (CONSUMERS // 2), sm.thread % (CONSUMERS // 2)
+    if (sm.lane == 0) & (head + sm.warp < heads):
+        at = f["ml"] + ((r * heads + head + sm.warp) * MAX_SPLITS + part) * 2
+        ptx.st_word_pair(word_address(sm, at), ptx.float_bits(top), ptx.float_bits(total), tag)
+    for s in cutlass.range_constexpr(steps):
+        column = 2 * pair + s * columns
+        for h in cutlass.range_constexpr(half):
+            which = head + side * half + h
+            if (column < L) & (which < heads):
+                at = f["part"] + ((r * heads + which) * MAX_SPLITS + part) * L + column
+                i = 2 * (s * half + h)
+                ptx.st_word_pair(word_address(sm, at), ptx.float_bits(acc[i]), ptx.float_bits(acc[i + 1]), tag)
+
+
+@cute.jit
+def mla_combine(sm: Sm, f: Fields, low: Int32, high: Int32):
+    """x <- o_latent of the heads that tiles [low, high) of the following row read, `group_pad` columns a head."""
+    if low < high:
+        first, end = low // f["groups"], (high - 1) // f["groups"] + 1
+        for r in range(f["r0"], f["r1"]):
+            _, parts = split(seq_len(sm, r))
+            for head in range(first, end):
+                _combine_head(sm, f, r, head, head - first, parts)
+
+
+@cute.jit
+def _combine_head(sm: Sm, f: Fields, r: Int32, head: Int32, place: Int32, parts: Int32):
+    L, heads = sm.shape.kv_lora_rank, sm.shape.mla_heads
+    tag = sm.tag + f["sub"]
+    x = region(sm, "x") + (r - f["r0"]) * f["x_pitch"] + place * f["group_pad"] * 2
+    top, total = Float32(NO_SCORE), Float32(0.0)
+    if sm.lane < parts:
+        at = f["ml"] + ((r * heads + head) * MAX_SPLITS + sm.lane) * 2
+        bits, sums = poll_pair(sm, f.number, at, tag)
+        top, total = ptx.bits_float(bits), ptx.bits_float(sums)
+    largest = warp_max(top)
+    weight = ptx.exp2_approx((top - largest) * LOG2E)
+    weight = ptx.select_f32(sm.lane < parts, weight, Float32(0.0))
+    denominator = warp_sum(weight * total)
+    weight = ptx.select_f32(sm.lane < parts, ptx.div_full(weight, denominator), Float32(0.0))
+    shares = region(sm, "sums") + sm.warp * 128
+    ptx.st_shared_f32(shares + sm.lane * 4, weight)
+    ptx.sync_warp()
+    pair = sm.thread
+    while pair < f["group_pad"] // 2:
+        a, b = Float32(0.0), Float32(0.0)
+        if pair < L // 2:
+            a, b = _sum_parts(sm, f, f["part"] + (r * heads + head) * MAX_SPLITS * L + 2 * pair, L, parts, tag, shares)
+        word = ptx.pack_bf16(a, b)
+        ptx.st_shared_b32(x + pair * 4, word)
+        if (f["dst"] >= 0) & (pair < L // 2):
+            ptx.st_word(word_address(sm, f["dst"] + r * f["dst_pitch"] + (head * L) // 2 + pair), word, sm.tag)
+        pair += CONSUMERS
+    ptx.sync_warp()
+
+
+@cute.jit
+def _sum_parts(sm: Sm, f: Fields, at: Int32, L: cutlass.Constexpr, parts: Int32, tag: Int32, shares: Int32):
+    """Two columns over all parts, eight loads on their way at a time; `shares` holds the weight of each part."""
+    a, b = Float32(0.0), Float32(0.0)
+    for first in range(0, parts, 8):
+        bits = cute.make_rmem_tensor(16, Int32)
+        tags = cute.make_rmem_tensor(16, Int32)
+        ready, polls = Int32(0), Int32(0)
+        while ready == 0:
+            ready = Int32(1)
+            for i in cutlass.range_constexpr(8):
+                part = ptx.select(first + i < parts, first + i, first)
+                address = word_address(sm, at + part * L)
+                bits[2 * i], tags[2 * i], bits[2 * i + 1], tags[2 * i + 1] = ptx.ld_word_pair(address)
+            for i in cutlass.range_constexpr(16):
+                if tags[i] != tag:
+                    ready = Int32(0)
+            polls += 1
+            if polls % POLLS_BETWEEN_LOOKS == 0:
+                if give_up(sm, f.number) != 0:
+                    ready = Int32(1)
+        for i in cutlass.range_constexpr(8):
+            if first + i < parts:
+                share = ptx.ld_shared_f32(shares + (first + i) * 4)
+                a, b = a + share * ptx.bits_float(bits[2 * i]), b + share * ptx.bits_float(bits[2 * i + 1])
+    return a, b
+
+
+assert HEADS == CONSUMER_WARPS

@@ -1,0 +1,153 @@
+"""The streaming warp: copies what the rows of this SM will consume into the ring, in their order, as far ahead as slots
+are free. It waits for nothing that is being computed, but for the router's choice of experts.
+
+No more than `in_flight` copies are on their way at a time: what the memory system has queued for an SM delays the words
+of other SMs (measured: a hand-over takes twice as long behind a full ring).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_megakernel import ptx
+from cute_megakernel.core import Fields, Sm, address_of, region, ring_slot, wait_barrier, wait_empty, wait_full
+from cute_megakernel.rows import Code
+from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES
+from cute_megakernel.stages.kda import is_new, slot_of_row
+from cute_megakernel.stages.moe_down import pieces_in_slot, serves
+from cute_megakernel.stages.moe_gate_up import share
+
+
+@cute.jit
+def stream(sm: Sm, fields: Int64, work: Int64, rows: Int32):
+    pos = Int32(0)
+    row = Int32(0)
+    low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
+    first, end = ptx.ld_row(work)
+    while row < rows:
+        following = ptx.select(row + 1 < rows, row + 1, row)
+        next_low, next_high = ptx.ld_row(fields + Int64(following) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
+        next_first, next_end = ptx.ld_row(work + Int64(following) * 8)
+        if first != end:  # an SM without outputs of moe_down has (1, 0): it passes the list of experts on
+            f = Fields(region(sm, "row") + 8 * FIELD_WORDS, row)
+            ptx.sync_warp()
+            ptx.st_shared_v2_b32(region(sm, "row") + 8 * FIELD_WORDS + sm.lane * 8, low, high)
+            ptx.sync_warp()
+            pos = _stream_row(sm, f, pos, first, end)
+        low, high, first, end = next_low, next_high, next_first, next_end
+        row += 1
+
+
+@cute.jit
+def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+    code = f["code"]
+    if code == Code.LINEAR:
+        tile_bytes = f["kb"] * 512
+        source = address_of(f, "weight") + Int64(first % f["total"]) * Int64(tile_bytes)
+        pos = _copy(sm, pos, source, (end - first) * tile_bytes, SLOT_BYTES)
+    elif code == Code.MOE_GATE_UP:
+        pos = _gate_up(sm, f, pos)
+    elif code == Code.MOE_DOWN:
+        pos = _down(sm, f, pos, first, end)
+    elif code == Code.KDA_RECURRENT:
+        K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+        r, h = first // H, first % H
+        slot = slot_of_row(sm, f, r)
+        if (slot >= 0) & (is_new(sm, r) == 0):
+            source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
+            pos = _copy(sm, pos, source, Int32(4 * K * K), SLOT_BYTES)
+    return pos
+
+
+@cute.jit
+def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: cutlass.Constexpr) -> Int32:
+    """A contiguous piece of memory into as many slots as it takes, `per_slot` bytes each."""
+    done = Int32(0)
+    while done < nbytes:
+        size = ptx.select(nbytes - done < per_slot, nbytes - done, Int32(per_slot))
+        _reserve(sm, pos, size)
+        if sm.lane == 0:
+            ptx.bulk_copy(ring_slot(sm, pos), source + Int64(done), size, _full(sm, pos))
+        pos += 1
+        done += per_slot
+    return pos
+
+
+def _full(sm: Sm, pos: Int32) -> Int32:
+    return region(sm, "full") + (pos % sm.shape.slots) * 8
+
+
+@cute.jit
+def _reserve(sm: Sm, pos: Int32, nbytes: Int32):
+    """Waits until the slot is free and not too much is on its way, and announces `nbytes`."""
+    wait_empty(sm, pos)
+    if pos >= sm.batch["in_flight"]:
+        wait_full(sm, pos - sm.batch["in_flight"])
+    if sm.lane == 0:
+        ptx.mbarrier_expect(_full(sm, pos), nbytes)
+    ptx.sync_warp()
+
+
+@cute.jit
+def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
+    wait_barrier(sm, region(sm, "ids_ready"), f["sub"] & 1)
+    total = f["total"]
+    block_bytes = sm.shape.block_bytes
+    per_slot = SLOT_BYTES // block_bytes * block_bytes
+    tile_bytes = f["kb"] * block_bytes
+    tile, stop = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
+    while tile < stop:
+        place = tile // total
+        last = ptx.select(stop < (place + 1) * total, stop, (place + 1) * total)
+        expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
+        source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
+        source = source + Int64(tile - place * total) * Int64(tile_bytes)
+        pos = _copy(sm, pos, source, (last - tile) * tile_bytes, per_slot)
+        tile = last
+    return pos
+
+
+@cute.jit
+def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+    wait_barrier(sm, region(sm, "ids_ready"), f["sub"] & 1)
+    if first < end:
+        pos = _pieces(sm, f, pos, first, end)
+    if f["local"] != 0:
+        ptx.sync_warp()
+        if sm.lane == 0:
+            ptx.mbarrier_arrive(region(sm, "ids_free"))
+    return pos
+
+
+@cute.jit
+def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+    """One piece an expert, several in a slot where they are small."""
+    block_bytes = sm.shape.block_bytes
+    per_slot = SLOT_BYTES // block_bytes
+    blocks = (end - first) * f["kb"]
+    packed = pieces_in_slot(blocks, per_slot)
+    experts, r0, r1 = ptx.ld_shared_b32(region(sm, "ids")), f["r0"], f["r1"]
+    left = Int32(0)
+    for place in range(experts):
+        left += serves(sm, place, r0, r1)
+    inside = Int32(0)
+    for place in range(experts):
+        if serves(sm, place, r0, r1) != 0:
+            expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
+            source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
+            source = source + Int64(first) * Int64(f["kb"] * block_bytes)
+            if packed > 0:
+                if inside == 0:
+                    pieces = ptx.select(left < packed, left, packed)
+                    _reserve(sm, pos, pieces * blocks * block_bytes)
+                if sm.lane == 0:
+                    target = ring_slot(sm, pos) + inside * blocks * block_bytes
+                    ptx.bulk_copy(target, source, blocks * block_bytes, _full(sm, pos))
+                inside += 1
+                left -= 1
+                if (inside == packed) | (left == 0):
+                    pos += 1
+                    inside = Int32(0)
+            else:
+                pos = _copy(sm, pos, source, blocks * block_bytes, per_slot * block_bytes)
+    return pos
