@@ -7,10 +7,8 @@
 that is named and cannot run stops the server, it is never replaced by another.
 """
 
-import importlib
-import importlib.util
 import os
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -19,10 +17,10 @@ from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import decode_step
 from kimi_kernels.state import Batch, State
 from kimi_kernels.weights import ModelWeights
+from sglang_integration import megakernel_runner
 
 RUNNERS = ("auto", "megakernel", "triton", "reference")
 VARIABLE = "KIMI_SGLANG_RUNNER"
-MEGAKERNEL_MODULE = "cute_megakernel.runner"
 
 
 class Runner(Protocol):
@@ -58,30 +56,9 @@ def pick_runner(
         raise ValueError(f"{VARIABLE} must be one of {RUNNERS}, got {wanted!r}")
     if wanted in ("triton", "reference"):
         return OpsRunner(config, weights, wanted, device), f"{VARIABLE}={wanted}"
-    reason = megakernel_unsupported(config, max_rows, device)
+    reason = megakernel_runner.unsupported(config, weights, device)
     if reason is None:
-        return megakernel_module().Runner(config, weights, max_rows), "it runs on this device"
+        return megakernel_runner.MegakernelRunner(config, weights, max_rows), "it runs on this device"
     if wanted == "megakernel":
         raise BackendError(f"{VARIABLE}=megakernel: {reason}")
     return OpsRunner(config, weights, "triton", device), f"no megakernel: {reason}"
-
-
-def megakernel_unsupported(config: KimiConfig, max_rows: int, device: torch.device) -> str | None:
-    """Why the megakernel cannot run this model here, None where it can."""
-    if device.type != "cuda":
-        return f"device {device.type}"
-    module = megakernel_module()
-    return module if isinstance(module, str) else module.unsupported(config, max_rows, device)
-
-
-def megakernel_module() -> Any:
-    """The module of the megakernel, or in words why there is none.
-
-    It offers `unsupported(config, max_rows, device) -> str | None` and `Runner(config, weights, max_rows)`.
-    """
-    if importlib.util.find_spec(MEGAKERNEL_MODULE) is None:
-        return f"this version has no {MEGAKERNEL_MODULE}"
-    try:
-        return importlib.import_module(MEGAKERNEL_MODULE)
-    except ImportError as error:
-        return f"{MEGAKERNEL_MODULE} does not import: {error}"

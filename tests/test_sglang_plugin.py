@@ -1,6 +1,8 @@
 """The plugin where SGLang is absent or too old, and the choice of what runs the step. Needs no SGLang."""
 
+import inspect
 import logging
+import re
 import subprocess
 import sys
 import types
@@ -12,7 +14,7 @@ import torch
 from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KIMI_LINEAR_MINI
 from kimi_kernels.meta_weights import meta_weights
-from sglang_integration import compat, plugin, runner
+from sglang_integration import compat, megakernel_runner, plugin, runner
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parent.parent
@@ -68,23 +70,61 @@ def test_a_named_runner_is_never_replaced(monkeypatch):
         runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, CPU)
 
 
-def test_a_megakernel_that_runs_here_is_taken(monkeypatch):
-    """The interface that a megakernel has to offer: `unsupported` and `Runner` in one module."""
-    made = []
+class FakeMegakernel:
+    """The names of `cute_megakernel.megakernel` that the runner uses; remembers what was made."""
 
-    class Runner:
-        name = "megakernel"
+    def __init__(self):
+        self.made: list[tuple] = []
 
-        def __init__(self, config, weights, max_rows):
-            made.append((config, weights, max_rows))
+    def Images(self, weights):
+        return ("images", weights)
 
-    module = types.SimpleNamespace(Runner=Runner, unsupported=lambda config, max_rows, device: None)
+    def Megakernel(self, config, images, state, rows):
+        self.made.append((images, state, rows))
+        return types.SimpleNamespace(step=lambda tokens, batch: types.SimpleNamespace(logits=(rows, tokens.dtype)))
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> FakeMegakernel:
+    """A machine with everything that the megakernel needs, as far as the choice looks at it."""
+    fake = FakeMegakernel()
+    monkeypatch.setitem(sys.modules, megakernel_runner.MODULE, fake)
+    monkeypatch.setattr(megakernel_runner, "_installed", lambda name: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**37, 2**37))
     monkeypatch.delenv(runner.VARIABLE, raising=False)
-    monkeypatch.setattr(runner, "megakernel_module", lambda: module)
-    weights = meta_weights(KIMI_LINEAR_MINI, 1)
+    return fake
+
+
+def test_a_megakernel_that_runs_here_is_taken(hopper):
+    """One instance for each number of rows, on the engine's pools; images exist before the engine sizes its caches."""
+    weights, pools = meta_weights(KIMI_LINEAR_MINI, 1), object()
     chosen, why = runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, torch.device("cuda"))
-    assert chosen.name == "megakernel" and made == [(KIMI_LINEAR_MINI, weights, 8)] and why == "it runs on this device"
-    module.unsupported = lambda config, max_rows, device: "needs sm_90a"
+    assert chosen.name == "megakernel" and why == "it runs on this device"
+    assert [(images, rows) for images, _, rows in hopper.made] == [(("images", weights), 8)]
+    for rows in (2, 2, 1):
+        assert chosen.step(pools, None, torch.zeros(rows, dtype=torch.int32)) == (rows, torch.int64)
+    assert [(state, rows) for _, state, rows in hopper.made[1:]] == [(pools, 2), (pools, 1)]
+
+
+@pytest.mark.parametrize("name, replacement, reason", [
+    ("_installed", lambda name: name != "cutlass", "the package cutlass is not installed"),
+    ("CAPABILITY", (10, 0), r"compute capability \(9, 0\), not \(10, 0\)"),
+    ("RESERVE", 2.0, "its images of the weights need 0.0 GiB beside SGLang's own, 128.0 are free"),
+])  # fmt: skip
+def test_what_the_megakernel_lacks_is_said(name, replacement, reason, hopper, monkeypatch):
+    """The Triton ops run instead and the log line says why; asked for by name, the server stops."""
+    monkeypatch.setattr(megakernel_runner, name, replacement)
+    weights, device = meta_weights(KIMI_LINEAR_MINI, 1), torch.device("cuda")
+    assert re.search(reason, megakernel_runner.unsupported(KIMI_LINEAR_MINI, weights, device))
     monkeypatch.setenv(runner.VARIABLE, "megakernel")
-    with pytest.raises(BackendError, match="needs sm_90a"):
-        runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, torch.device("cuda"))
+    with pytest.raises(BackendError, match=reason):
+        runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, device)
+
+
+def test_the_megakernel_has_the_names_that_the_runner_uses():
+    from cute_megakernel import megakernel
+
+    assert list(inspect.signature(megakernel.Images).parameters)[:1] == ["weights"]
+    assert list(inspect.signature(megakernel.Megakernel).parameters)[:4] == ["config", "images", "state", "rows"]
+    assert list(inspect.signature(megakernel.Megakernel.step).parameters) == ["self", "tokens", "batch"]
