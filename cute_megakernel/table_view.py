@@ -1,0 +1,54 @@
+"""The encoded table read back on the CPU: what the kernel finds in the words of each row.
+
+    view = TableView(schedule)
+    view.rows[5]["dst"], view.rows[5].number("eps"), view.rows[5].subject("weight")
+
+Addresses of weights and pools are numbers that lead back to what they stand for (`subject`), so that validator and
+emulator check the words that the kernel reads and not the rows that these were made from.
+"""
+
+import struct
+
+from cute_megakernel.encode import Encoder
+from cute_megakernel.recording import Pool
+from cute_megakernel.schedule import Schedule
+from cute_megakernel.table import FIELD, WIDE
+
+
+class Fields:
+    """One row of the table."""
+
+    def __init__(self, words: list[int], subjects: list):
+        self.words, self._subjects = words, subjects
+
+    def __getitem__(self, name: str) -> int:
+        """A field as a signed number; a 64-bit one whole."""
+        at = FIELD[name]
+        if name in WIDE:
+            return (self.words[at] & 0xFFFFFFFF) | (self.words[at + 1] << 32)
+        return self.words[at]
+
+    def number(self, name: str) -> float:
+        """A float32 field."""
+        return struct.unpack("<f", struct.pack("<i", self.words[FIELD[name]]))[0]
+
+    def subject(self, name: str):
+        """What the address in a 64-bit field stands for, None where there is none."""
+        return self._subjects[self[name]]
+
+
+class TableView:
+    """All rows of a schedule, encoded and read back."""
+
+    def __init__(self, schedule: Schedule):
+        self._subjects: list = [None]  # address 0: nothing
+        encoder = Encoder(schedule, self._address)
+        self.rows = [Fields(encoder.words(row), self._subjects) for row in schedule.rows]
+
+    def _address(self, what: str, subject) -> int:
+        if isinstance(subject, Pool) and what != "pool":
+            return {"pool stride": 1, "pool count": subject.shape[0], "page size": subject.shape[1]}[what]
+        if what == "int64":
+            subject = [self._subjects[address] for address in subject]
+        self._subjects.append(subject)
+        return len(self._subjects) - 1
