@@ -113,7 +113,9 @@ def _linear_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
     per_tile = {Epilogue.FLOAT: 8, Epilogue.SITU: 2, Epilogue.SWIGLU: 2}.get(kind, 4)
     columns = range(per_tile * part.first, per_tile * part.end)
     copies = f["copies"] if kind not in (Epilogue.SITU, Epilogue.SWIGLU) else 1
-    return join([grid(f["dst"] + copy * f["copy_stride"], batch_rows(f), f["dst_pitch"], columns) for copy in range(copies)])
+    return join(
+        [grid(f["dst"] + copy * f["copy_stride"], batch_rows(f), f["dst_pitch"], columns) for copy in range(copies)]
+    )
 
 
 def best_words(shape: KernelShape, f: Fields, part: Part) -> Words:

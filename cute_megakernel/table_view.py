@@ -18,7 +18,7 @@ from cute_megakernel.table import FIELD, WIDE
 class Fields:
     """One row of the table."""
 
-    def __init__(self, words: list[int], subjects: list):
+    def __init__(self, words: list[int], subjects: list[tuple]):
         self.words, self._subjects = words, subjects
 
     def __getitem__(self, name: str) -> int:
@@ -34,14 +34,18 @@ class Fields:
 
     def subject(self, name: str):
         """What the address in a 64-bit field stands for, None where there is none."""
-        return self._subjects[self[name]]
+        return self._subjects[self[name]][1]
+
+    def kind(self, name: str) -> str:
+        """Which form of the subject is there: an image of a weight, a pool, a list."""
+        return self._subjects[self[name]][0]
 
 
 class TableView:
     """All rows of a schedule, encoded and read back."""
 
     def __init__(self, schedule: Schedule):
-        self._subjects: list = [None]  # address 0: nothing
+        self._subjects: list[tuple] = [("nothing", None)]  # address 0
         encoder = Encoder(schedule, self._address)
         self.rows = [Fields(encoder.words(row), self._subjects) for row in schedule.rows]
 
@@ -49,6 +53,6 @@ class TableView:
         if isinstance(subject, Pool) and what != "pool":
             return {"pool stride": 1, "pool count": subject.shape[0], "page size": subject.shape[1]}[what]
         if what == "int64":
-            subject = [self._subjects[address] for address in subject]
-        self._subjects.append(subject)
+            subject = [self._subjects[address][1] for address in subject]
+        self._subjects.append((what, subject))
         return len(self._subjects) - 1

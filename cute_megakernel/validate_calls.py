@@ -4,7 +4,7 @@ from collections import defaultdict
 
 from cute_megakernel.lowering import BF16_BLOCK, blocks, expert_blocks, tiles
 from cute_megakernel.recording import Call, Recording, View
-from cute_megakernel.rows import Code, Epilogue, Row
+from cute_megakernel.rows import Epilogue, Row
 from cute_megakernel.schedule import Schedule
 from cute_megakernel.schedule_error import ScheduleError, expect, label
 
@@ -30,12 +30,20 @@ def check_calls(schedule: Schedule) -> None:
         expect(not wrong, label(number, row), f"is not the recorded call: {', '.join(wrong)}")
         for index in carried.calls:
             pieces[index].append(number)
-        expect(set(row.calls) <= set(carried.calls), label(number, row), f"completes calls {row.calls}, does {carried.calls}")
+        expect(
+            set(row.calls) <= set(carried.calls),
+            label(number, row),
+            f"completes calls {row.calls}, does {carried.calls}",
+        )
+    completing: dict[int, list[int]] = defaultdict(list)
+    for number, row in enumerate(schedule.rows):
+        for index in row.calls:
+            completing[index].append(number)
     for call in schedule.recording.calls:
         where, numbers = f"call {call.index} ({call.op})", pieces[call.index]
         expect(bool(numbers), where, "no row does it")
-        completing = [n for n, row in enumerate(schedule.rows) for index in row.calls if index == call.index]
-        expect(completing == [numbers[-1]], where, f"is completed by rows {completing}, its last row is {numbers[-1]}")
+        done = completing[call.index]
+        expect(done == [numbers[-1]], where, f"is completed by rows {done}, its last row is {numbers[-1]}")
         _check_pieces(schedule, where, [schedule.rows[n] for n in numbers])
 
 
@@ -45,7 +53,11 @@ def _check_pieces(schedule: Schedule, where: str, rows: list[Row]) -> None:
     if rows[0].item_units:
         total *= schedule.shape.kda_heads
         ranges = sorted((row.args["first"], row.args["first"] + row.units) for row in rows)
-        expect(all(row.rows == (0, schedule.recording.rows) for row in rows), where, "an item row serves only some batch rows")
+        expect(
+            all(row.rows == (0, schedule.recording.rows) for row in rows),
+            where,
+            "an item row serves only some batch rows",
+        )
     else:
         ranges = sorted(row.rows for row in rows)
     at = 0
@@ -74,7 +86,9 @@ class CallChecker:
     def mix(self, row: Row) -> Carried:
         args = row.args
         if "dst" not in args and "norm" not in args:
-            return Carried([], input=row.x == args["src"], reads=row.reads == [row.x], width=args["width"] == row.x.width)
+            return Carried(
+                [], input=row.x == args["src"], reads=row.reads == [row.x], width=args["width"] == row.x.width
+            )
         calls, checks = [], {"batch rows": row.rows == (0, self.recording.rows)}
         prefix = args.get("src")
         if "dst" in args:
@@ -92,7 +106,9 @@ class CallChecker:
             }
             if score:
                 checks["scores"] = self.mixes[args["mix"]] is call
-                checks["scores of each bank row"] = all((args["mix"], b) in self.scored for b in range(len(args["bank"])))
+                checks["scores of each bank row"] = all(
+                    (args["mix"], b) in self.scored for b in range(len(args["bank"]))
+                )
                 checks["bank rows whole"] = all(view.start == 0 for view in args["bank"])
             calls.append(call)
         return Carried(calls, **checks)
@@ -193,7 +209,14 @@ class CallChecker:
         picks = call.args["topk_ids"].width
         group = row.args["top_k"] == picks and row.args["group"] * picks == row.x.width
         same = _experts(row, call, "w2")
-        return Carried([call], input=row.x == call.args["m"], picks=reads, group=group, image=row.args["image"] == "experts", **same)
+        return Carried(
+            [call],
+            input=row.x == call.args["m"],
+            picks=reads,
+            group=group,
+            image=row.args["image"] == "experts",
+            **same,
+        )
 
     def causal_conv1d(self, row: Row) -> Carried:
         args, call = row.args, self.producer[row.args["dst"].index]
@@ -221,9 +244,13 @@ class CallChecker:
 
     def mla_kv_append(self, row: Row) -> Carried:
         args = row.args
-        call = next(c for c in self.recording.calls if c.op == "mla_kv_append" and c.args["latent_cache"] == args["pool"])
+        call = next(
+            c for c in self.recording.calls if c.op == "mla_kv_append" and c.args["latent_cache"] == args["pool"]
+        )
         fine = args["weight"] == call.args["norm_weight"] and args["eps"] == call.args["eps"]
-        return Carried([call], source=args["src"] == call.args["ckv"], units=row.units == self.recording.rows, norm=fine)
+        return Carried(
+            [call], source=args["src"] == call.args["ckv"], units=row.units == self.recording.rows, norm=fine
+        )
 
     def mla_decode(self, row: Row) -> Carried:
         return Carried([], **self._decode(row))
@@ -232,7 +259,9 @@ class CallChecker:
         args, call = row.args, self.producer[row.args["part"].index]
         query = self.producer[args["src"].buffer.index]
         return {
-            "query": args["src"] == call.args["q_latent"] and query.op == "mla_absorb_query" and args["rope"] == query.args["q"],
+            "query": args["src"] == call.args["q_latent"]
+            and query.op == "mla_absorb_query"
+            and args["rope"] == query.args["q"],
             "cache": args["pool"] == call.args["latent_cache"] and args["append"].args["pool"] == args["pool"],
             "scale": args["scale"] == call.args["scale"] and args["latent"] == call.args["kv_lora_rank"],
             "groups": args["groups"] == -(-args["heads"] // 16),
@@ -247,7 +276,8 @@ class CallChecker:
             x=row.x == _whole(args["dst"]) and args["for"].x == row.x,
             decode=args["decode"].args["part"] == args["dst"],
             heads=behind.get("x_local", False) and args["head_tiles"] == behind["batch_tiles"],
-            pitch=2 * args["group_pad"] == behind["x_batch"] and args["group_pad"] >= 32 * behind["kb"] >= args["latent"],
+            pitch=2 * args["group_pad"] == behind["x_batch"]
+            and args["group_pad"] >= 32 * behind["kb"] >= args["latent"],
         )
 
     def argmax(self, row: Row) -> Carried:

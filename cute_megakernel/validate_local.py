@@ -6,7 +6,7 @@ from collections import defaultdict
 from cute_megakernel.footprint import Part, item_of
 from cute_megakernel.rows import Code, Epilogue, Row
 from cute_megakernel.schedule import Schedule
-from cute_megakernel.schedule_error import expect, label
+from cute_megakernel.schedule_error import ScheduleError, expect, label
 from cute_megakernel.table_view import Fields, TableView
 
 NEEDS = {  # what of an item must be on the SM, and what the row leaves there
@@ -21,7 +21,9 @@ def check_local(schedule: Schedule, view: TableView) -> None:
     memory = Memory(schedule)
     for number, (row, f) in enumerate(zip(schedule.rows, view.rows, strict=True)):
         where = label(number, row)
-        parts = [Part(sm, *share[number]) for sm, share in enumerate(schedule.work) if share[number][0] < share[number][1]]
+        parts = [
+            Part(sm, *share[number]) for sm, share in enumerate(schedule.work) if share[number][0] < share[number][1]
+        ]
         if row.code in (Code.MIX, Code.MLA_COMBINE, Code.MLA_DECODE):
             memory.put_x(row, f, parts)
         elif row.code in (Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN):
@@ -47,7 +49,9 @@ class Memory:
     def put_x(self, row: Row, f: Fields, parts: list[Part]) -> None:
         for part in parts:
             assert part.sm is not None
-            self.x[part.sm] = None if row.code == Code.MLA_DECODE else self._key(row, f, part, row.code == Code.MLA_COMBINE)
+            self.x[part.sm] = (
+                None if row.code == Code.MLA_DECODE else self._key(row, f, part, row.code == Code.MLA_COMBINE)
+            )
 
     def _key(self, row: Row, f: Fields, part: Part, heads: bool) -> tuple:
         if not heads:
@@ -61,7 +65,8 @@ class Memory:
         for part in parts:
             assert part.sm is not None
             held, want = self.x[part.sm], self._key(row, f, part, local)
-            expect(held == want, where, f"SM {part.sm} holds {_show(held)}, not {_show(want)}")
+            if held != want:
+                raise ScheduleError(f"{where}: SM {part.sm} holds {_show(held)}, not {_show(want)}")
 
     def pass_item(self, where: str, row: Row, f: Fields, parts: list[Part]) -> None:
         needs, leaves = NEEDS.get(row.code, ((), (str(row.args.get("local")),)))
@@ -73,7 +78,8 @@ class Memory:
             item = (row.place, *item_of(self.schedule.shape, part.first // row.item_units))
             held = self.items[part.sm]
             for name in needs:
-                expect(held.get(name) == item, where, f"SM {part.sm}: {name} of batch row and head {item[1:]} is not there")
+                if held.get(name) != item:
+                    raise ScheduleError(f"{where}: SM {part.sm}: {name} of batch row and head {item[1:]} is not there")
                 del held[name]  # used once; a second use would be of another item
             for name in leaves:
                 held[name] = item

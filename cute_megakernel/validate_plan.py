@@ -21,8 +21,14 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
     slot_rows = min(SLOT_BYTES // (4 * dim), dim)
     fine = dim % 32 == 0 and dim <= 128 and slot_rows % CONSUMER_WARPS == 0 and dim % slot_rows == 0
     expect(fine, "kda", f"head dim {dim} does not divide over the warps")
-    expect(shape.rows * shape.top_k <= MAX_PICKS, "router", f"{shape.rows} rows of {shape.top_k} experts are more than {MAX_PICKS}")
-    expect(shape.top_k <= 32 and shape.num_experts <= MAX_EXPERTS, "router", "more picks or experts than it has room for")
+    expect(
+        shape.rows * shape.top_k <= MAX_PICKS,
+        "router",
+        f"{shape.rows} rows of {shape.top_k} experts are more than {MAX_PICKS}",
+    )
+    expect(
+        shape.top_k <= 32 and shape.num_experts <= MAX_EXPERTS, "router", "more picks or experts than it has room for"
+    )
     for number, (row, f) in enumerate(zip(schedule.rows, view.rows, strict=True)):
         where = label(number, row)
         expect(all(word in INT32 for word in f.words), where, "a field does not fit 32 bits")
@@ -44,7 +50,11 @@ def _check_mix(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
     used = (row.rows[1] - row.rows[0]) * f["x_pitch"]
     expect(used <= shape.x_bytes, where, f"x takes {used} of {shape.x_bytes} bytes")
     quads = -(-shape.hidden_size // (4 * CONSUMERS))
-    expect(not f["kind"] or width <= 4 * CONSUMERS * quads, where, f"{width} columns, the threads hold {4 * CONSUMERS * quads}")
+    expect(
+        not f["kind"] or width <= 4 * CONSUMERS * quads,
+        where,
+        f"{width} columns, the threads hold {4 * CONSUMERS * quads}",
+    )
     expect(width % 4 == 0 and f["group"] % 4 == 0 and f["group_pad"] % 4 == 0, where, "columns do not come in fours")
     expect(width % f["group"] == 0 and f["group"] <= f["group_pad"], where, "groups do not fill the row")
     expect(2 * (width // f["group"]) * f["group_pad"] <= f["x_pitch"], where, "a row of x runs into the next")
@@ -65,13 +75,17 @@ def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: st
     if row.code == Code.MOE_DOWN:
         room = min(2 * shape.tiles_in_group, CONSUMERS // (2 * shape.rows))
         expect(most <= room, where, f"{most} tiles on an SM, sums of {room} have room")
-        expect(2 * f["kb"] * (64 if shape.mxfp4 else 32) <= 2 * f["group_pad"], where, "weights reach past their inputs")
+        expect(
+            2 * f["kb"] * (64 if shape.mxfp4 else 32) <= 2 * f["group_pad"], where, "weights reach past their inputs"
+        )
     if row.code != Code.LINEAR:
         return
     batches, padded = row.units // f["batch_tiles"], -(-row.x.width // 64) * 64
     if row.item_units:
         batches = 1
-        wraps = any(a < b and a % f["total"] + (b - a) > f["total"] for a, b in (share[number] for share in schedule.work))
+        wraps = any(
+            a < b and a % f["total"] + (b - a) > f["total"] for a, b in (share[number] for share in schedule.work)
+        )
         expect(not wraps, where, "an SM's tiles run over the end of the weights")
     if not f["local"]:
         last = f["x_off"] + (batches - 1) * f["x_batch"] + 64 * f["kb"]
