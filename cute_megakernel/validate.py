@@ -121,8 +121,8 @@ def check_places(schedule: Schedule) -> None:
         taken.append((place.start, place.start + buffer.rows * place.pitch, place.pitch, buffer.name))
     heads, appends = shape.rows * shape.mla_heads, sum(row.code == Code.MLA_KV_APPEND for row in schedule.rows)
     sizes = {
-        "scores": (schedule.mixes * shape.rows, MAX_BANK),
-        "flags": (appends, 16),
+        "scores": (max(1, schedule.mixes) * shape.rows, MAX_BANK),
+        "flags": (max(1, appends), 16),
         "ml": (heads * MAX_SPLITS, 2),
         "part": (heads * MAX_SPLITS, shape.kv_lora_rank),
         "best": (shape.sms * shape.rows, 2),

@@ -197,7 +197,7 @@ class CallChecker:
         return Carried(
             [base, call],
             input=row.x == base.args["x"],
-            ids=row.reads[1] == base.args["topk_ids"],
+            ids=row.reads[1] == base.args["topk_ids"] and args["top_k"] == row.reads[1].width,
             activation=self._activation(row, base, call) and args["epilogue"] == EPILOGUES[call.op],
             image=args["image"] == "paired experts",
             **_experts(row, base, "w13"),

@@ -37,6 +37,9 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
             _check_mix(schedule, row, f, where)
         elif row.code in STREAMED:
             _check_tiles(schedule, number, row, f, where)
+        elif row.code == Code.MOE_ROUTER:
+            same = (row.args["top_k"], row.args["experts"]) == (shape.top_k, shape.num_experts)
+            expect(same, where, "picks or experts are not those that the kernel is built for")
         elif row.code == Code.MLA_DECODE:
             pitch = 2 * (-(-(shape.kv_lora_rank + shape.qk_rope_dim) // 32) * 32) + 16
             expect(16 * pitch <= shape.x_bytes, where, f"16 queries take {16 * pitch} of {shape.x_bytes} bytes")
@@ -78,6 +81,10 @@ def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: st
         expect(
             2 * f["kb"] * (64 if shape.mxfp4 else 32) <= 2 * f["group_pad"], where, "weights reach past their inputs"
         )
+    if row.code == Code.MOE_GATE_UP:
+        padded = -(-row.x.width // 64) * 64
+        expect(f["kb"] * (64 if shape.mxfp4 else 32) <= padded, where, "weights reach past their inputs")
+        expect(f["n_valid"] % 8 == 0, where, "outputs are no whole tiles")
     if row.code != Code.LINEAR:
         return
     batches, padded = row.units // f["batch_tiles"], -(-row.x.width // 64) * 64
@@ -92,7 +99,7 @@ def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: st
         expect(last <= 2 * padded, where, "weights reach past their inputs")
     if batches > 1:
         expect(f["n_valid"] == 8 * row.units, where, "heads of a number of outputs that is no multiple of 8")
-    if f["epilogue"] in (Epilogue.SITU, Epilogue.SWIGLU, Epilogue.OUTPUT_GATE):
+    if f["epilogue"] in (Epilogue.SITU, Epilogue.SWIGLU, Epilogue.OUTPUT_GATE, Epilogue.LOGITS):
         expect(f["n_valid"] % 8 == 0, where, "outputs are no whole tiles")
     if f["epilogue"] == Epilogue.OUTPUT_GATE:
         expect(f["gate"] % 2 == 0 and f["gate_pitch"] % 2 == 0, where, "the gate starts inside a pair of words")
