@@ -53,12 +53,21 @@ class Launch:
         self.done: dict[tuple, Tensor | tuple] = {}  # results that several SMs come to
         vocabulary = weights.lm_head.shape[0]
         self.logits = torch.full((self.shape.rows, vocabulary), float("nan"), dtype=BF16)
+        self._chosen = torch.zeros(self.logits.shape, dtype=torch.bool)
         self.next_tokens: Tensor | None = None
 
     def output(self) -> StepOutput:
-        if self.next_tokens is None:
-            raise EmulationError("no row made tokens")
+        if self.next_tokens is None or not self._chosen.all():
+            raise EmulationError("the launch ended without tokens or some of the logits")
         return StepOutput(self.next_tokens, self.logits)
+
+    def store_logits(self, where: str, rows: range, first: int, logits: Tensor) -> None:
+        """Columns from `first` on; they are output of the launch and no activation."""
+        cells = slice(rows.start, rows.stop), slice(first, first + logits.shape[1])
+        if self._chosen[cells].any():
+            raise EmulationError(f"{where}: stores logits a second time")
+        self._chosen[cells] = True
+        self.logits[cells] = logits
 
     def weight(self, weight: Weight) -> Tensor:
         """The weight, or the part of kv_b that is meant."""

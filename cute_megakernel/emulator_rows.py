@@ -84,7 +84,7 @@ def _linear(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part
     y = y[:, : 8 * (part.end - part.first)]
     words = writes(launch.shape, f, row.code, part)
     if kind == Epilogue.LOGITS:
-        launch.logits[batch_rows(f), 8 * part.first : 8 * part.end] = y
+        launch.store_logits(where, batch_rows(f), 8 * part.first, y)
         tokens, values = launch.ops.argmax(y, 8 * part.first)
         best = torch.stack([values.view(torch.int32), tokens.int()], dim=1)
         launch.store(where, words, best)

@@ -142,6 +142,13 @@ def swapped_rows(schedule: Schedule, rng: random.Random) -> None:
         shares[number], shares[number + 1] = shares[number + 1], shares[number]
 
 
+CHAINED = {
+    (Code.KDA_GATE, Code.KDA_RECURRENT),
+    (Code.KDA_RECURRENT, Code.GATED_RMS_NORM),
+    (Code.MLA_DECODE, Code.MLA_COMBINE),
+}
+
+
 def depends(later: Row, earlier: Row) -> bool:
     """Whether the row needs the one right before it: its words, its x, its head or its list of experts."""
     written = {buffer.index for buffer in earlier.writes}
@@ -149,8 +156,7 @@ def depends(later: Row, earlier: Row) -> bool:
     takes_x = earlier.code in (Code.MIX, Code.MLA_COMBINE) and later.code not in (Code.MIX, Code.BANK_SCORES)
     takes_x = takes_x and later.x is not None and later.x == earlier.x
     scores = earlier.code == Code.BANK_SCORES and later.code == Code.MIX
-    parts = (earlier.code, later.code) == (Code.MLA_DECODE, Code.MLA_COMBINE)
-    return reads or takes_x or scores or parts
+    return reads or takes_x or scores or (earlier.code, later.code) in CHAINED
 
 
 def row_before_its_input(schedule: Schedule, rng: random.Random) -> None:

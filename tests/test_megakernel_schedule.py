@@ -1,0 +1,282 @@
+"""The schedule of the megakernel: every one that is made is proved, every one that is damaged is refused."""
+
+import dataclasses
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from megakernel_cases import BASES, MUTATIONS, Case, NotHere, depends, fewest_sms, is_load, ranks_of
+
+from cute_megakernel import footprint, validate
+from cute_megakernel.footprint import Part
+from cute_megakernel.ring import Outcome, Step, consumed, runs, share, streamed, walk
+from cute_megakernel.rows import Code
+from cute_megakernel.schedule_error import ScheduleError
+from cute_megakernel.shape import MAX_SPLITS, KernelShape
+from cute_megakernel.validate import check_balance
+from kimi_kernels.config import CONFIGS
+
+ROOT = Path(__file__).parent.parent
+FEW = settings(max_examples=max(1, settings().max_examples // 3))
+MINI = ("k3-mini", "kimi-linear-mini")
+REAL_SMS = (132, 114, 78, 148)
+
+
+@st.composite
+def mini_cases(draw) -> Case:
+    """Whole MINI models or some of their layers, on few and many SMs."""
+    name = draw(st.sampled_from(MINI))
+    config, rows = CONFIGS[name], draw(st.integers(1, 8))
+    sms = draw(st.sampled_from((*range(fewest_sms(config, rows), 9), *REAL_SMS)))
+    layers = draw(st.none() | st.sets(st.integers(0, config.num_layers - 1), min_size=1).map(lambda s: tuple(sorted(s))))
+    return Case(name, rows, draw(st.sampled_from(ranks_of(config))), sms, layers)
+
+
+@st.composite
+def real_cases(draw) -> Case:
+    """A few layers of a real model on a real GPU."""
+    name = draw(st.sampled_from(("kimi-linear-48b", "k3")))
+    config = CONFIGS[name]
+    layers = draw(st.sets(st.integers(0, config.num_layers - 1), min_size=1, max_size=3))
+    tp, rows = draw(st.sampled_from(ranks_of(config))), draw(st.integers(1, 8))
+    return Case(name, rows, tp, draw(st.sampled_from(REAL_SMS)), tuple(sorted(layers)))
+
+
+@given(mini_cases(), st.integers(2, 11), st.integers(0, 99))
+def test_schedules_of_mini_models_are_proved(case, slots, seed):
+    schedule = case.schedule()
+    schedule.shape = dataclasses.replace(schedule.shape, slots=slots)
+    validate.validate(schedule, outcomes=3, seed=seed)
+
+
+@FEW
+@given(real_cases())
+@example(Case("k3", 1, 16, 132, (0, 1, 3, 12)))
+@example(Case("k3", 8, 1, 78, (0, 91, 92)))
+@example(Case("kimi-linear-48b", 8, 1, 132, (0, 3, 26)))
+def test_schedules_of_real_sizes_are_proved(case):
+    validate.validate(case.schedule(), outcomes=1)
+
+
+def test_the_whole_of_k3_is_proved():
+    """One rank of sixteen, 93 layers."""
+    validate.validate(Case("k3", 1, 16, 132).schedule(), outcomes=0)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+@FEW
+@given(base=st.sampled_from(list(BASES)), seed=st.integers(0, 999))
+def test_a_damaged_schedule_is_refused(mutation, base, seed):
+    for name in (base, *BASES):  # the first in which there is something to damage
+        schedule = BASES[name].schedule()
+        try:
+            mutation(schedule, random.Random(seed))
+        except NotHere:
+            continue
+        with pytest.raises(ScheduleError):
+            validate.validate(schedule, outcomes=0)
+        return
+    raise AssertionError(f"{mutation.__name__} damages nothing")
+
+
+SMALL = Case("k3-mini", 2, 1, 3, (0, 1, 2, 3))
+
+
+def test_no_row_can_be_left_out():
+    count = len(SMALL.schedule().rows)
+    for number in range(count):
+        schedule = SMALL.schedule()
+        for shares in (schedule.rows, *schedule.work):
+            del shares[number]
+        with pytest.raises(ScheduleError):
+            validate.validate(schedule, outcomes=0)
+
+
+def test_no_row_can_change_places_with_the_one_it_needs():
+    rows = SMALL.schedule().rows
+    pairs = [n for n in range(len(rows) - 1) if depends(rows[n + 1], rows[n])]
+    assert len(pairs) > len(rows) // 2
+    for number in pairs:
+        schedule = SMALL.schedule()
+        for shares in (schedule.rows, *schedule.work):
+            shares[number], shares[number + 1] = shares[number + 1], shares[number]
+        with pytest.raises(ScheduleError):
+            validate.validate(schedule, outcomes=0)
+
+
+def test_independent_rows_may_change_places():
+    """The validator refuses what is wrong, not what is different: two projections of the same input commute."""
+    schedule = BASES["k3"].schedule()
+    number = next(
+        n for n, row in enumerate(schedule.rows) if row.code == schedule.rows[n + 1].code == Code.LINEAR and row.place.part == "moe"
+    )
+    for shares in (schedule.rows, *schedule.work):
+        shares[number], shares[number + 1] = shares[number + 1], shares[number]
+    validate.validate(schedule)
+
+
+def test_a_load_may_be_done_twice():
+    schedule = BASES["k3"].schedule()
+    number = next(n for n, row in enumerate(schedule.rows) if is_load(row) and row.units == 0)
+    for shares in (schedule.rows, *schedule.work):
+        shares.insert(number, shares[number])
+    validate.validate(schedule)
+
+
+def test_errors_name_the_row_and_the_activation():
+    schedule = BASES["k3"].schedule()
+    number = next(n for n, row in enumerate(schedule.rows) if row.code == Code.MLA_KV_APPEND)
+    for shares in (schedule.rows, *schedule.work):
+        del shares[number]
+    with pytest.raises(ScheduleError, match=r"call \d+ \(mla_kv_append\): no row does it"):
+        validate.validate(schedule)
+    schedule = BASES["k3"].schedule()
+    schedule.work[2][1] = (schedule.work[2][1][0] + 1, schedule.work[2][1][1])
+    with pytest.raises(ScheduleError, match=r"row 1 \(layer 0 kda in_proj, LINEAR\): unit 24 is lost"):
+        validate.validate(schedule)
+
+
+def test_an_sm_with_more_tiles_than_sums_is_refused():
+    """moe_down adds up all experts of a tile in shared memory: too few SMs would write past the end of that."""
+    schedule = Case("kimi-linear-mini", 3, 1, 2).schedule()
+    with pytest.raises(ScheduleError, match=r"9 tiles on an SM, sums of 8 have room"):
+        validate.validate(schedule)
+
+
+@given(mini_cases())
+def test_bytes_are_balanced(case):
+    """Checked apart from the proof: within one unit where every block of heads is dealt out in one turn."""
+    schedule = case.schedule()
+    check_balance(schedule)
+    config = CONFIGS[case.config].shard(case.tp)
+    if case.rows * config.kda_heads <= case.sms:
+        loads = [schedule.streamed_bytes(sm) for sm in range(case.sms)]
+        head = sum(row.unit_bytes for row in _first_block(schedule))
+        assert max(loads) - min(loads) <= max(head, *(row.unit_bytes for row in schedule.rows))
+
+
+def _first_block(schedule):
+    """Rows of the first KDA block."""
+    place = next((row.place for row in schedule.rows if row.code == Code.KDA_RECURRENT), None)
+    return [row for row in schedule.rows if row.item_units and row.place == place]
+
+
+# the ring
+
+
+class OneRow(dict):
+    """Fields of a row that is not in a table."""
+
+
+def shape_of(rows: int, mxfp4: bool, experts: int, top_k: int, sms: int, head_dim: int) -> KernelShape:
+    return KernelShape(rows, 160, 4, head_dim, 2, 48, 32, 16, experts, top_k, mxfp4, 20480, sms, 4)
+
+
+@st.composite
+def ring_rows(draw):
+    """A row of any code with any sizes, and what the router chose."""
+    rows, experts = draw(st.integers(1, 8)), draw(st.sampled_from((8, 24, 896)))
+    top_k = draw(st.integers(1, min(8, experts)))
+    shape = shape_of(rows, draw(st.booleans()), experts, top_k, draw(st.sampled_from((1, 3, 132))), draw(st.sampled_from((32, 64, 128))))
+    picks = draw(st.lists(st.permutations(range(min(experts, 12))), min_size=rows, max_size=rows))
+    live = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    r0 = draw(st.integers(0, rows - 1))
+    fields = OneRow(kb=draw(st.integers(1, 300)), total=draw(st.integers(1, 64)), r0=r0, r1=draw(st.integers(r0 + 1, rows)))
+    outcome = Outcome(tuple(tuple(p[:top_k]) for p in picks), tuple(live))
+    first = draw(st.integers(0, 3 * rows))
+    return shape, fields, Part(draw(st.integers(0, shape.sms - 1)), first, first + draw(st.integers(1, 40))), outcome
+
+
+@settings(max_examples=10 * settings().max_examples)
+@given(ring_rows(), st.sampled_from((Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_RECURRENT)))
+def test_stream_and_consumers_count_the_same_slots(row, code):
+    """The two sides state their arithmetic separately."""
+    shape, fields, part, outcome = row
+    sizes = streamed(shape, fields, code, part, outcome)
+    assert len(sizes) == consumed(shape, fields, code, part, outcome)
+    assert all(0 < size <= 16384 and size % 16 == 0 for size in sizes)
+    block = shape.block_bytes
+    if code == Code.MOE_DOWN:
+        served = len(outcome.served(range(fields["r0"], fields["r1"])))
+        assert sum(sizes) == served * (part.end - part.first) * fields["kb"] * block
+
+
+@given(st.integers(1, 200), st.integers(1, 128), st.integers(1, 100))
+def test_tiles_of_the_picked_experts_are_dealt_out_once(sms, experts, total):
+    shares = [share(sm, sms, experts * total) for sm in range(sms)]
+    assert [first for first, _ in shares] == [0, *(end for _, end in shares[:-1])] and shares[-1][1] == experts * total
+    assert max(end - first for first, end in shares) - min(end - first for first, end in shares) <= 1
+    for first, end in shares:
+        cut = runs(first, end, total)
+        assert sum(b - a for a, b in cut) == end - first
+        assert all(a // total == (b - 1) // total for a, b in cut)
+
+
+def test_the_stream_must_not_wait_for_a_router_behind_it():
+    expert, router = Step(3, 0, frees=True, name="w13"), Step(0, 0, makes=True, name="router")
+    assert walk([Step(9), router, expert, Step(9)], 2) is None
+    assert "waits for list 0" in str(walk([Step(9), expert, router], 2))
+    again = Step(0, 1, makes=True, name="next router")
+    assert "never given back" in str(walk([router, dataclasses.replace(expert, frees=False), again], 4))
+    assert "hold 2" in str(walk([Step(1)], 1))
+
+
+# parts of a sequence (C15: counts that are right at one length only; C14: nothing to do)
+
+
+@given(st.integers(0, 200_000))
+@example(0)
+@example(1)
+@example(63)
+@example(64)
+@example(65)
+@example(1025)
+@example(131072)
+def test_parts_cover_a_sequence_of_any_length(length):
+    tokens, parts = footprint.split(length)
+    assert parts <= MAX_SPLITS and tokens % 8 == 0
+    assert (parts - 1) * tokens < length <= parts * tokens if length else parts == 0
+
+
+@pytest.mark.parametrize("sms", (1, 6, 132))
+def test_every_part_has_one_sm(sms):
+    schedule = Case("k3-mini", 3, 1, 6).schedule()
+    schedule.shape = dataclasses.replace(schedule.shape, sms=sms)
+    view = validate.TableView(schedule)
+    f = next(f for f, row in zip(view.rows, schedule.rows, strict=True) if row.code == Code.MLA_DECODE)
+    lengths = (0, 1, 700)
+    parts = tuple(footprint.split(length)[1] for length in lengths)
+    units = Counter(
+        (which, r, head)
+        for sm in range(sms)
+        for which, r, heads in footprint.decode_units(schedule.shape, f, Part(sm, 0, 1, parts))
+        for head in heads
+    )
+    want = {(which, r, head) for r in range(3) for which in range(parts[r]) for head in range(2)}
+    assert set(units) == want and set(units.values()) == {1}
+
+
+# the two statements of one number
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [("kernel.py", "TAGS_A_LAUNCH", validate.TAGS_A_LAUNCH), ("stages/mla.py", "HEADS", footprint.GROUP_HEADS)],
+)
+def test_numbers_of_the_kernel_are_those_of_the_proof(file, name, value):
+    text = (ROOT / "cute_megakernel" / file).read_text()
+    assert re.search(rf"^{name} = {value}\b", text, re.M)
+
+
+def test_proof_and_emulator_need_no_gpu_package():
+    """X03: importable on a machine that has neither a driver nor the DSL."""
+    code = "import cute_megakernel.validate, cute_megakernel.emulator"
+    blocked = "import sys; [sys.modules.__setitem__(m, None) for m in ('cutlass', 'cuda', 'triton')]; "
+    done = subprocess.run([sys.executable, "-c", blocked + code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
