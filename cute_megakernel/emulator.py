@@ -61,22 +61,26 @@ class Emulator:
         """One launch. Raises EmulationError where it could not finish on the device either."""
         launch = Launch(self.schedule, self.view, self.weights, self.state, batch, tokens)
         parts = tuple(split(int(length))[1] for length in batch.seq_lens)
-        sms = [Sm(block) for block in range(self.schedule.shape.sms)]
-        while running := [sm for sm in sms if sm.row < len(self.schedule.rows)]:
-            if not any(self._advance(launch, sm, parts) for sm in self._turns(running)):
+        running = [Sm(block) for block in range(self.schedule.shape.sms)]
+        while running:
+            moved = next((sm for sm in self._turns(running) if self._advance(launch, sm, parts)), None)
+            if moved is None:
                 raise EmulationError(f"no SM can go on: {self._stuck(launch, running, parts)}")
+            if moved.row == len(self.schedule.rows):
+                running.remove(moved)
         return launch.output()
 
     def _turns(self, running: list[Sm]) -> Iterator[Sm]:
         """SMs in the order in which they are asked whether they can go on; the first that can, does."""
-        order = list(running)
         if self.order == "random":
-            self._random.shuffle(order)
-        elif self.order == "last":
-            order.reverse()
+            for last in reversed(range(len(running))):
+                chosen = self._random.randrange(last + 1)
+                running[last], running[chosen] = running[chosen], running[last]
+                yield running[last]
         elif self.order == "fair":
-            order.sort(key=lambda sm: sm.row)
-        yield from order
+            yield from sorted(running, key=lambda sm: sm.row)
+        else:
+            yield from running if self.order == "first" else reversed(running)
 
     def _advance(self, launch: Launch, sm: Sm, parts: tuple[int, ...]) -> bool:
         """Does the row that the SM is at; False where it has to wait."""

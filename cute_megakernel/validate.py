@@ -5,11 +5,11 @@
 Every SM walks the rows in one order, so a launch finishes if each word that a row waits for is written by an earlier
 row and the ring of each SM moves. What is proved, in this order:
 
-    plan     shared memory, registers' loops, alignment and int32 fields as the kernel assumes them
-    places   every activation has room, no two share a word
     units    every tile, item and replicated row is done exactly once
+    places   every activation has room, no two share a word
     calls    rows carry out the recorded calls, each complete once, with its own arguments (`validate_calls.py`)
-    words    words are written once, and before the row that reads them; parts of mla_decode only after their last reader
+    plan     shared memory, loops over threads, alignment and int32 fields as the kernel assumes them
+    words    words are written once, and before the row that reads them; parts of mla_decode after their last reader
     local    what passes through shared memory is there, of the right batch rows and head (`validate_local.py`)
     ring     stream and consumers count the same slots for any router outcome and cannot wait for each other (`ring.py`)
     balance  SMs differ by one unit a row, and by one unit in the bytes of the launch
@@ -36,13 +36,13 @@ def validate(schedule: Schedule, outcomes: int = 2, seed: int = 0) -> None:
     """Raises ScheduleError naming the row. `outcomes` random choices of experts are tried on the ring, and the two
     extremes."""
     check_units(schedule)
+    check_places(schedule)
+    check_calls(schedule)
     try:
         view = TableView(schedule)
     except (ValueError, AssertionError, KeyError, StopIteration, TypeError, IndexError) as error:
         raise ScheduleError(f"the table cannot be encoded: {error!r}") from error
     check_plan(schedule, view)
-    check_places(schedule)
-    check_calls(schedule)
     check_words(schedule, view)
     check_local(schedule, view)
     check_ring(schedule, view, list(router_outcomes(schedule, outcomes, seed)))

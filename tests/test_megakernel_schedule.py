@@ -85,6 +85,42 @@ def test_a_damaged_schedule_is_refused(mutation, base, seed):
     raise AssertionError(f"{mutation.__name__} damages nothing")
 
 
+ALONE = {
+    "lost_unit": lambda s, view: validate.check_units(s),
+    "short_place": lambda s, view: validate.check_places(s),
+    "score_of_another_mix": lambda s, view: validate.check_calls(s),
+    "small_x": validate.check_plan,
+    "lost_bank_score": validate.check_words,
+    "wrong_source": validate.check_words,
+    "lost_item": validate.check_local,
+    "item_on_another_sm": validate.check_local,
+    "wrong_x": validate.check_local,
+    "small_ring": lambda s, view: validate.check_ring(s, view, list(validate.router_outcomes(s, 0, 0))),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_each_proof_finds_damage_by_itself(name):
+    """Damage is often found by several proofs; none of them may rely on the others."""
+    mutation = next(mutation for mutation in MUTATIONS if mutation.__name__ == name)
+    schedule = BASES["k3"].schedule()
+    ALONE[name](schedule, validate.TableView(schedule))
+    mutation(schedule, random.Random(0))
+    with pytest.raises(ScheduleError):
+        ALONE[name](schedule, validate.TableView(schedule))
+
+
+def test_parts_may_be_overwritten_only_behind_their_last_reader():
+    """Without a row that all SMs do between two MLA layers, an SM could be late with the parts of the first."""
+    schedule = BASES["k3"].schedule()
+    one, two = (n for n, row in enumerate(schedule.rows) if row.code == Code.MLA_DECODE)
+    for number in range(one, two):
+        if schedule.rows[number].code == Code.MIX:
+            schedule.rows[number] = dataclasses.replace(schedule.rows[number], units=1)
+    with pytest.raises(ScheduleError, match="may overwrite parts that row"):
+        validate.check_words(schedule, validate.TableView(schedule))
+
+
 SMALL = Case("k3-mini", 2, 1, 3, (0, 1, 2, 3))
 
 
