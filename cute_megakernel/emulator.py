@@ -103,7 +103,10 @@ class Emulator:
         key = (number, part.sm)
         if key not in self._waits or row.code == Code.MLA_DECODE:
             self._waits[key] = reads(self.schedule.shape, f, row.code, part)
-        return int(np.count_nonzero(launch.tags[self._waits[key]] != 0))
+        words = self._waits[key]
+        if len(words) and int(words.max()) >= len(launch.tags):
+            raise EmulationError(f"{label(number, row)}: reads words behind the end of the workspace")
+        return int(np.count_nonzero(launch.tags[words] != 0))
 
     def _stuck(self, launch: Launch, running: list[Sm], parts: tuple[int, ...]) -> str:
         """Where the first SMs wait."""

@@ -92,6 +92,8 @@ class Launch:
 
     def store(self, where: str, words: Words, values: Tensor, tag: int = 0) -> None:
         """Hands values on; a word is stored once, but for the parts of mla_decode, whose tag goes up."""
+        if len(words) and int(words.max()) >= len(self.tags):
+            raise EmulationError(f"{where}: stores words behind the end of the workspace")
         if (self.tags[words] >= tag).any():
             raise EmulationError(f"{where}: stores words a second time")
         self.payload[torch.from_numpy(words)] = values.contiguous().view(torch.int32).flatten()

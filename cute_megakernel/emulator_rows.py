@@ -18,6 +18,8 @@ Tensor = torch.Tensor
 
 def run_row(launch: Launch, sm: Sm, number: int, part: Part) -> None:
     row = launch.schedule.rows[number]
+    if row.units > 0 and not row.item_units and part.end > row.units:
+        raise EmulationError(f"{label(number, row)}: SM {sm.block} has unit {part.end - 1} of {row.units}")
     _HANDLERS[row.code](launch, sm, number, row, launch.view.rows[number], part)
 
 

@@ -28,6 +28,13 @@ PAGE, PAGES = 16, 12  # tokens of a page, pages of a sequence
 Model = tuple[KimiConfig, ModelWeights]
 
 
+class Models(dict[str, Model]):
+    """By family; short where Hypothesis shows the arguments of a failure."""
+
+    def __repr__(self) -> str:
+        return f"models of {', '.join(self)}"
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> dict:
     root = tmp_path_factory.mktemp("emulated")
@@ -37,9 +44,9 @@ def checkpoints(tmp_path_factory) -> dict:
 
 
 @pytest.fixture(scope="session")
-def models(checkpoints) -> dict[str, Model]:
+def models(checkpoints) -> Models:
     configs = {family: load_config(directory) for family, directory in checkpoints.items()}
-    return {f: (config, load_weights(checkpoints[f], config, progress=False)) for f, config in configs.items()}
+    return Models({f: (config, load_weights(checkpoints[f], config, progress=False)) for f, config in configs.items()})
 
 
 def filled_state(config: KimiConfig, weights: ModelWeights, rows: int, seed: int) -> State:
