@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cute_megakernel.lowering import blocks
 from cute_megakernel.rows import Code, Epilogue
 from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, SPLIT_TOKENS, KernelShape
 from cute_megakernel.table_view import Fields
@@ -181,9 +182,9 @@ def _append_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
 
 def split(length: int) -> tuple[int, int]:
     """Tokens of a part, and the number of parts."""
-    parts = max(1, min(MAX_SPLITS, -(-length // SPLIT_TOKENS)))
-    tokens = max(8, -(-(-(-length // parts)) // 8) * 8)
-    return tokens, -(-length // tokens)
+    parts = max(1, min(MAX_SPLITS, blocks(length, SPLIT_TOKENS)))
+    tokens = max(8, blocks(blocks(length, parts), 8) * 8)
+    return tokens, blocks(length, tokens)
 
 
 def decode_units(shape: KernelShape, f: Fields, part: Part) -> list[tuple[int, int, range]]:

@@ -18,7 +18,7 @@ row and the ring of each SM moves. What is proved, in this order:
 import numpy as np
 
 from cute_megakernel.footprint import Part, reads, split_writes, writes
-from cute_megakernel.rows import Code
+from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule, words_of
 from cute_megakernel.schedule_error import ScheduleError, expect, label
 from cute_megakernel.shape import MAX_BANK, MAX_SPLITS
@@ -54,8 +54,15 @@ def whole(schedule: Schedule, number: int) -> Part:
     row = schedule.rows[number]
     if not row.item_units:
         return Part(None, 0, max(0, row.units))
-    first = row.args["first"] * row.item_units
+    first = first_item(row) * row.item_units
     return Part(None, first, first + row.units * row.item_units)
+
+
+def first_item(row: Row) -> int:
+    """First (batch row, head) item of an item row."""
+    first = row.args["first"]
+    assert isinstance(first, int)
+    return first
 
 
 def workers(schedule: Schedule, number: int) -> set[int]:
@@ -84,7 +91,7 @@ def check_units(schedule: Schedule) -> None:
             _check_tiles(row, where, ranges)
 
 
-def _check_tiles(row, where: str, ranges: list[tuple[int, int]]) -> None:
+def _check_tiles(row: Row, where: str, ranges: list[tuple[int, int]]) -> None:
     at = 0
     for first, end in sorted(share for share in ranges if share[0] < share[1]):
         expect(first == at, where, f"unit {min(first, at)} is {'lost' if first > at else 'done twice'}")
@@ -96,12 +103,12 @@ def _check_tiles(row, where: str, ranges: list[tuple[int, int]]) -> None:
     expect(fine, where, "an SM without units is not marked as the kernel expects")
 
 
-def _check_items(row, where: str, ranges: list[tuple[int, int]]) -> None:
+def _check_items(row: Row, where: str, ranges: list[tuple[int, int]]) -> None:
     busy = sorted(share for share in ranges if share[0] < share[1])
     if row.code == Code.MIX:
         expect(busy == [(0, 1)] * row.units, where, f"{len(busy)} SMs load it, {row.units} have an item")
         return
-    first, n = row.args["first"], row.item_units
+    first, n = first_item(row), row.item_units
     want = [((first + i) * n, (first + i + 1) * n) for i in range(row.units)]
     expect(busy == want, where, f"items are not {first} to {first + row.units - 1}, one an SM")
     expect(all(a == b for a, b in ranges if a >= b), where, "an SM without units is not marked as the kernel expects")
@@ -235,8 +242,8 @@ def balance_bound(schedule: Schedule) -> int:
     for row in schedule.rows:
         if row.item_units and row.units > 0:
             item = item + row.unit_bytes if row.code != Code.MIX else 0
-            largest = max(largest, item if row.args["first"] == 0 else 0)
-            late += row.unit_bytes if row.args["first"] > 0 and row.units < schedule.shape.sms else 0
+            largest = max(largest, item if first_item(row) == 0 else 0)
+            late += row.unit_bytes if first_item(row) > 0 and row.units < schedule.shape.sms else 0
         elif row.units > 0:
             largest = max(largest, row.unit_bytes)
     return largest + late

@@ -18,7 +18,7 @@ EPILOGUES = {"situ": Epilogue.SITU, "swiglu": Epilogue.SWIGLU, "output_gate": Ep
 
 
 def check_calls(schedule: Schedule) -> None:
-    """Every recorded call, from the rows that serve it: all batch rows or items once, and said to be done at the end."""
+    """Every recorded call, from the rows that serve it: all batch rows or items once, complete at the last row."""
     checker = CallChecker(schedule.recording)
     pieces: dict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(schedule.rows):

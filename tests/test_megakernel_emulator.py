@@ -1,4 +1,4 @@
-"""The schedule of the megakernel run on the CPU: the reference's bits in every order, and a report where it is damaged."""
+"""The megakernel's schedule run on the CPU: the reference's bits in every order, a report where it is damaged."""
 
 import dataclasses
 import json
@@ -119,7 +119,9 @@ def test_slices_of_a_model(layers, models):
     config, weights = models["k3"]
     part = dataclasses.replace(weights, layers=tuple(weights.layers[l] for l in layers))
     states = filled_state(config, part, 1, 3), filled_state(config, part, 1, 3)
-    assert_equal_steps((config, part), Emulator(config, part, states[1], sms=6), states, batch_of([5]), torch.tensor([9]))
+    assert_equal_steps(
+        (config, part), Emulator(config, part, states[1], sms=6), states, batch_of([5]), torch.tensor([9])
+    )
 
 
 def test_two_launches_in_two_orders_leave_the_same_bits(models):
@@ -152,7 +154,9 @@ def test_a_damaged_schedule_is_noticed(models, name, seed, order):
         except NotHere:
             continue
         config, weights = models[family]
-        emulator = Emulator(config, weights, filled_state(config, weights, case.rows, 1), seed=seed, order=order, schedule=schedule)
+        emulator = Emulator(
+            config, weights, filled_state(config, weights, case.rows, 1), seed=seed, order=order, schedule=schedule
+        )
         with pytest.raises(EmulationError):
             emulator.step(torch.arange(case.rows), batch_of([5] * case.rows))
 
@@ -162,7 +166,9 @@ def test_a_launch_that_cannot_go_on_says_where(models):
     schedule = BASES["k3"].schedule()
     schedule.work[2][1] = (24, 35)  # of tiles 24 to 35
     emulator = Emulator(config, weights, filled_state(config, weights, 2, 1), schedule=schedule)
-    with pytest.raises(EmulationError, match=r"no SM can go on: .*SM \d at row \d+ \(layer 0 kda .*waits for \d+ words"):
+    with pytest.raises(
+        EmulationError, match=r"no SM can go on: .*SM \d at row \d+ \(layer 0 kda .*waits for \d+ words"
+    ):
         emulator.step(torch.tensor([1, 2]), batch_of([1, 1]))
 
 

@@ -34,7 +34,9 @@ def mini_cases(draw) -> Case:
     name = draw(st.sampled_from(MINI))
     config, rows = CONFIGS[name], draw(st.integers(1, 8))
     sms = draw(st.sampled_from((*range(fewest_sms(config, rows), 9), *REAL_SMS)))
-    layers = draw(st.none() | st.sets(st.integers(0, config.num_layers - 1), min_size=1).map(lambda s: tuple(sorted(s))))
+    layers = draw(
+        st.none() | st.sets(st.integers(0, config.num_layers - 1), min_size=1).map(lambda s: tuple(sorted(s)))
+    )
     return Case(name, rows, draw(st.sampled_from(ranks_of(config))), sms, layers)
 
 
@@ -150,7 +152,9 @@ def test_independent_rows_may_change_places():
     """The validator refuses what is wrong, not what is different: two projections of the same input commute."""
     schedule = BASES["k3"].schedule()
     number = next(
-        n for n, row in enumerate(schedule.rows) if row.code == schedule.rows[n + 1].code == Code.LINEAR and row.place.part == "moe"
+        n
+        for n, row in enumerate(schedule.rows)
+        if row.code == schedule.rows[n + 1].code == Code.LINEAR and row.place.part == "moe"
     )
     for shares in (schedule.rows, *schedule.work):
         shares[number], shares[number + 1] = shares[number + 1], shares[number]
@@ -219,11 +223,20 @@ def ring_rows(draw):
     """A row of any code with any sizes, and what the router chose."""
     rows, experts = draw(st.integers(1, 8)), draw(st.sampled_from((8, 24, 896)))
     top_k = draw(st.integers(1, min(8, experts)))
-    shape = shape_of(rows, draw(st.booleans()), experts, top_k, draw(st.sampled_from((1, 3, 132))), draw(st.sampled_from((32, 64, 128))))
+    shape = shape_of(
+        rows,
+        draw(st.booleans()),
+        experts,
+        top_k,
+        draw(st.sampled_from((1, 3, 132))),
+        draw(st.sampled_from((32, 64, 128))),
+    )
     picks = draw(st.lists(st.permutations(range(min(experts, 12))), min_size=rows, max_size=rows))
     live = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     r0 = draw(st.integers(0, rows - 1))
-    fields = OneRow(kb=draw(st.integers(1, 300)), total=draw(st.integers(1, 64)), r0=r0, r1=draw(st.integers(r0 + 1, rows)))
+    fields = OneRow(
+        kb=draw(st.integers(1, 300)), total=draw(st.integers(1, 64)), r0=r0, r1=draw(st.integers(r0 + 1, rows))
+    )
     outcome = Outcome(tuple(tuple(p[:top_k]) for p in picks), tuple(live))
     first = draw(st.integers(0, 3 * rows))
     return shape, fields, Part(draw(st.integers(0, shape.sms - 1)), first, first + draw(st.integers(1, 40))), outcome
