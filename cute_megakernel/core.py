@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_megakernel import ptx
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES, KernelShape, SharedLayout
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, PAIRS, SLOT_BYTES, KernelShape, SharedLayout
 from cute_megakernel.table import FIELD
 
 POLLS_BETWEEN_LOOKS = 256  # polls of a word before the clock and the error word are read
@@ -140,21 +140,29 @@ def poll_quads(sm: Sm, row: Int32, start: Int32, count: Int32, quads: cutlass.Co
                 ready = Int32(1)
 
 
-# The ring: slots of weights in the order of the table; `pos` counts slots since the start of the launch
+# The ring: slots of weights in the order of the table. `pos` counts slots since the start of the launch; slot `pos`
+# belongs to the two warps of pair `pos % PAIRS`, one for each of its two pieces
+
+
+def slot_index(sm: Sm, pos: Int32) -> Int32:
+    return pos % sm.shape.slots
 
 
 def ring_slot(sm: Sm, pos: Int32) -> Int32:
-    return region(sm, "ring") + (pos % sm.shape.slots) * SLOT_BYTES
+    return region(sm, "ring") + slot_index(sm, pos) * SLOT_BYTES
 
 
-@cute.jit
 def wait_full(sm: Sm, pos: Int32):
-    wait_barrier(sm, region(sm, "full") + (pos % sm.shape.slots) * 8, (pos // sm.shape.slots) & 1)
+    wait_barrier(sm, region(sm, "full") + slot_index(sm, pos) * 8, (pos // sm.shape.slots) & 1)
 
 
-@cute.jit
 def wait_empty(sm: Sm, pos: Int32):
-    wait_barrier(sm, region(sm, "empty") + (pos % sm.shape.slots) * 8, ((pos // sm.shape.slots) & 1) ^ 1)
+    wait_barrier(sm, region(sm, "empty") + slot_index(sm, pos) * 8, ((pos // sm.shape.slots) & 1) ^ 1)
+
+
+def first_own(sm: Sm, pos: Int32) -> Int32:
+    """The first slot from `pos` on that belongs to this warp, counted from there; every PAIRS-th after it does too."""
+    return ((sm.warp >> 1) - pos) & (PAIRS - 1)
 
 
 @cute.jit
@@ -169,35 +177,18 @@ def wait_barrier(sm: Sm, address: Int32, parity: Int32):
                 done = Int32(1)
 
 
-@cute.jit
 def release(sm: Sm, pos: Int32):
     """This warp has read all it wants of the slot."""
-    ptx.sync_warp()
-    if sm.lane == 0:
-        ptx.mbarrier_arrive(region(sm, "empty") + (pos % sm.shape.slots) * 8)
+    ptx.mbarrier_arrive_lane0(region(sm, "empty") + slot_index(sm, pos) * 8, sm.lane)
 
 
 @cute.jit
-def advance(sm: Sm, pos: Int32, held: Int32, wanted: Int32) -> Int32:
-    """Moves this warp from slot `held` of a segment (-1: none yet) to slot `wanted`, releasing all before it."""
-    while held < wanted:
-        if held >= 0:
-            release(sm, pos + held)
-        held += 1
-        wait_full(sm, pos + held)
-    return held
-
-
-@cute.jit
-def finish_segment(sm: Sm, pos: Int32, held: Int32, slots: Int32) -> Int32:
-    """Releases what is left of a segment of `slots` slots. -> position of the next segment"""
-    while held < slots:
-        if held >= 0:
-            release(sm, pos + held)
-        held += 1
-        if held < slots:
-            wait_full(sm, pos + held)
-    return pos + slots
+def pass_by(sm: Sm, pos: Int32, own: Int32, slots: Int32):
+    """Releases own slots from `own` on in which this warp has no piece."""
+    while own < slots:
+        wait_full(sm, pos + own)
+        release(sm, pos + own)
+        own += PAIRS
 
 
 # Reductions
@@ -208,6 +199,14 @@ def warp_sum(value: Float32) -> Float32:
     for step in cutlass.range_constexpr(5):
         value = value + ptx.shfl_xor(value, 16 >> step)
     return value
+
+
+@cute.jit
+def warp_sums(values: cute.Tensor, count: cutlass.Constexpr):
+    """`warp_sum` of each of `count` numbers, side by side."""
+    for step in cutlass.range_constexpr(5):
+        for i in cutlass.range_constexpr(count):
+            values[i] = values[i] + ptx.shfl_xor(values[i], 16 >> step)
 
 
 @cute.jit

@@ -9,7 +9,7 @@ from cute_megakernel.lowering import pitch_bytes, x_pitch
 from cute_megakernel.recording import Buffer, Pool, View
 from cute_megakernel.rows import TILE_ROWS, Code, Row
 from cute_megakernel.schedule import Schedule
-from cute_megakernel.shape import FIELD_WORDS, MAX_BANK
+from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, PICKS, Pieces
 from cute_megakernel.table import ABSENT, FIELD, WIDE
 
 Address = Callable[[str, object], int]  # (what, subject) -> device address
@@ -27,7 +27,10 @@ class Encoder:
 
     def table(self) -> torch.Tensor:
         """[rows, 64] int32"""
-        return torch.tensor([self.words(row) for row in self.schedule.rows], dtype=torch.int32)
+        rows = []
+        for self._number, row in enumerate(self.schedule.rows):
+            rows.append(self.words(row))
+        return torch.tensor(rows, dtype=torch.int32)
 
     def work(self) -> torch.Tensor:
         """[sms, rows, 2] int32"""
@@ -51,6 +54,14 @@ class Encoder:
 
     def _picks_pitch(self, row: Row) -> int:
         return pitch_bytes(row.args["width"] // row.args["group"] * row.args["group_pad"])
+
+    def _pieces(self, values: dict, mxfp4: bool):
+        """How the row's tiles are cut among warps, and how many tiles are finished at a time."""
+        shape, pieces = self.schedule.shape, Pieces.of(values["kb"], mxfp4)
+        tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows))
+        whole = tiles // pieces.tiles * pieces.tiles  # a piece never lies in two groups
+        values |= {"piece": pieces.blocks, "ppt": pieces.per_tile, "tpp": pieces.tiles}
+        values |= {"group_tiles": whole, "magic": -(-(1 << 20) // pieces.per_tile)}
 
     def _heads_pitch(self, row: Row) -> int:
         """One batch row of the heads whose tiles one SM has at most."""
@@ -120,6 +131,7 @@ class Encoder:
         values["weight"] = self.address(args["image"], args["weight"])
         for name in ("kb", "total", "batch_tiles", "n_valid"):
             values[name] = args[name]
+        self._pieces(values, False)
         values |= {"x_batch": args.get("x_batch", 0), "x_off": args.get("x_off", 0), "epilogue": int(args["epilogue"])}
         values["local"] = int(args.get("x_local", False))
         if values["local"]:
@@ -160,12 +172,16 @@ class Encoder:
     def _moe_down(self, row: Row, values: dict):
         self._experts(row, values)
         values["group_pad"] = row.args["group_pad"]
+        most = max(end - first for first, end in (work[self._number] for work in self.schedule.work))
+        if most * values["ppt"] * PICKS > 2 * self.schedule.shape.sums:
+            raise ValueError(f"{row.name}: {most} tiles of {self.schedule.shape.rows} rows are too many for one SM")
         values["local"] = int(row.rows[1] == self.schedule.shape.rows)  # the list of experts is free again
 
     def _experts(self, row: Row, values: dict):
         args = row.args
         values["weight"] = self.address(args["image"], (args["weight"], args["scale"]))
         values |= {"kb": args["kb"], "total": args["total"], "sub": self._moe}
+        self._pieces(values, self.schedule.shape.mxfp4)
         values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
         self._view(values, "dst", args["dst"])
 
@@ -174,26 +190,27 @@ class Encoder:
         values["pool_count"] = self.address("pool count", pool)
 
     def _causal_conv1d(self, row: Row, values: dict):
-        self._view(values, "src", row.args["src"])
-        self._tap(values, "dst", row.args["dst"])
-        values["weight"] = self.address("weight", row.args["weight"])
-        self._pool(values, row.args["pool"])
+        args = row.args
+        self._view(values, "src", args["src"])
+        self._tap(values, "dst", args["dst"])
+        self._view(values, "gate", args["gate"])
+        self._view(values, "beta", args["raw_beta"])
+        for name, weight in (("weight", "weight"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
+            values[name] = self.address("weight", args[weight])
+        self._pool(values, args["pool"])
 
     def _kda_gate(self, row: Row, values: dict):
-        self._view(values, "src", row.args["src"])
         self._tap(values, "dst", row.args["dst"])
         self._tap(values, "tap", row.args["beta"])
-        values |= {"weight": self.address("weight", row.args["A_log"]), "p0": float(row.args["bound"])}
-        values["weight2"] = self.address("weight", row.args["dt_bias"])
+        values["p0"] = float(row.args["bound"])
 
     def _kda_recurrent(self, row: Row, values: dict):
         self._pool(values, row.args["pool"])
         self._tap(values, "dst", row.args["dst"])
 
     def _gated_rms_norm(self, row: Row, values: dict):
-        self._view(values, "gate", row.args["gate"])
         self._view(values, "dst", row.args["dst"])
-        values |= {"weight": self.address("weight", row.args["weight"]), "eps": float(row.args["eps"])}
+        values["eps"] = float(row.args["eps"])
 
     def _flag(self, append: Row) -> int:
         return self.schedule.extras["flags"].start + 16 * next(i for i, r in enumerate(self._appends) if r.calls == append.calls)

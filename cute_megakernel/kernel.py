@@ -49,8 +49,9 @@ def launcher(shape: KernelShape):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // 32)
-        lane = thread % 32
-        smem = cute.arch.get_dyn_smem(Int32, 128).toint()
+        lane = ptx.opaque(thread % 32)
+        thread, block = ptx.opaque(thread), ptx.opaque(block)
+        smem = ptx.opaque(cute.arch.get_dyn_smem(Int32, 128).toint())
         batch = {
             "tokens": tokens, "slots": slots, "is_new": is_new, "seq_lens": seq_lens, "page_table": page_table,
             "next_tokens": next_tokens, "next_values": next_values, "max_pages": max_pages,
@@ -59,8 +60,8 @@ def launcher(shape: KernelShape):
         tag = (ptx.ld_fresh_b32(control) + 1) * TAGS_A_LAUNCH
         sm = Sm(
             shape=shape, layout=layout, smem=smem, words=words, control=control, tag=tag,
-            deadline=ptx.now_ns() + limit_ns, block=block, thread=thread, warp=warp, lane=lane, group=lane // 4,
-            quad=lane % 4, batch=batch,
+            deadline=ptx.now_ns() + limit_ns, block=block, thread=thread, warp=warp, lane=lane, group=ptx.opaque(lane // 4),
+            quad=ptx.opaque(lane % 4), batch=batch,
         )  # fmt: skip
         _prepare(sm)
         if _enter(sm) != 0:
@@ -89,15 +90,20 @@ def launcher(shape: KernelShape):
 
 @cute.jit
 def _prepare(sm: Sm):
-    """Barriers, zeros, and scratch for the whole launch."""
+    """Barriers, zeros, and the slots of the batch rows."""
     if sm.thread == 0:
         for i in range(sm.shape.slots):
             ptx.mbarrier_init(region(sm, "full") + i * 8, 1)
-            ptx.mbarrier_init(region(sm, "empty") + i * 8, CONSUMER_WARPS)
+            ptx.mbarrier_init(region(sm, "empty") + i * 8, 2)
         ptx.mbarrier_init(region(sm, "ids_ready"), 1)
         ptx.mbarrier_init(region(sm, "ids_free"), 1)
         ptx.fence_barrier_init()
-    if sm.thread < 16:
+    if sm.thread < sm.shape.rows:
+        slot = ptx.ld_table(sm.batch["slots"] + Int64(sm.thread) * 4)
+        fresh = ptx.ld_global_u8(sm.batch["is_new"] + Int64(sm.thread))
+        slot = ptx.select(slot >= sm.batch["first_valid_slot"], slot, Int32(-1))
+        ptx.st_shared_v2_b32(region(sm, "slots") + sm.thread * 8, slot, fresh)
+    if sm.thread < 128:
         ptx.st_shared_b32(region(sm, "zero") + sm.thread * 4, Int32(0))
 
 
@@ -126,7 +132,7 @@ def _leave(sm: Sm):
 
 @cute.jit
 def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
-    """The sixteen warps: row after row, the next row's words on their way meanwhile."""
+    """The consumer warps: row after row, the next row's words on their way meanwhile."""
     pos, turn, row = Int32(0), Int32(0), Int32(0)
     low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
     first, end = ptx.ld_row(work)

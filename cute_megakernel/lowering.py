@@ -287,23 +287,22 @@ class Fuse:
             row.reads, row.writes, row.args = reads, writes, {"first": first, **args}
             self._add(row)
 
+        gate_view = None if norm.args["out_gate"].buffer.index in self._local else norm.args["out_gate"]
+        fetched = [conv.args["x"], gate.args["raw_beta"], *([gate_view] if gate_view is not None else [])]
         add(
-            Code.CAUSAL_CONV1D, conv, [conv.args["x"]], [*conv.outputs], src=conv.args["x"],
-            weight=conv.args["weight"], pool=conv.args["conv_window"], dst=conv.outputs[0],
+            Code.CAUSAL_CONV1D, conv, fetched, [*conv.outputs], src=conv.args["x"], weight=conv.args["weight"],
+            pool=conv.args["conv_window"], dst=conv.outputs[0], raw_beta=gate.args["raw_beta"], gate=gate_view,
+            A_log=gate.args["A_log"], dt_bias=gate.args["dt_bias"], norm=norm.args["weight"],
         )
         add(
-            Code.KDA_GATE, gate, [gate.args["raw_beta"]], [*gate.outputs], src=gate.args["raw_beta"],
-            A_log=gate.args["A_log"], dt_bias=gate.args["dt_bias"], bound=gate.args.get("lower_bound", 0.0),
+            Code.KDA_GATE, gate, [], [*gate.outputs], bound=gate.args.get("lower_bound", 0.0),
             dst=gate.outputs[0], beta=gate.outputs[1],
         )
         pool = recurrent.args["state"]
         _, _, V, K = pool.shape
         add(Code.KDA_RECURRENT, recurrent, [], [*recurrent.outputs], 4 * V * K, pool=pool, dst=recurrent.outputs[0])
-        local_gate = norm.args["out_gate"].buffer.index in self._local
         add(
-            Code.GATED_RMS_NORM, norm, [] if local_gate else [norm.args["out_gate"]], [*norm.outputs],
-            gate=None if local_gate else norm.args["out_gate"], weight=norm.args["weight"], eps=norm.args["eps"],
-            dst=norm.outputs[0],
+            Code.GATED_RMS_NORM, norm, [], [*norm.outputs], eps=norm.args["eps"], dst=norm.outputs[0],
         )
 
     # MLA

@@ -1,7 +1,9 @@
 """The machine instructions the megakernel uses, one function each; every memory access of the kernel goes through here.
 
 Addresses are plain integers: shared memory as 32-bit offsets, global memory as 64-bit addresses. All accesses are
-volatile to the compiler, so program order is kept.
+volatile to the compiler, so program order is kept. What a whole warp or block must do together (barriers, shuffles,
+votes) goes through the DSL's own operations: the compiler may copy inline assembly into both sides of a branch, and a
+barrier that a warp reaches in two halves counts twice.
 """
 
 import cutlass.cute as cute
@@ -51,6 +53,10 @@ def st_shared_u8(addr: Int32, value: Int32):
 
 def st_shared_b32(addr: Int32, value: Int32):
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
+
+
+def st_shared_b64(addr: Int32, value: Int64):
+    inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
 def st_shared_f32(addr: Int32, value: Float32):
@@ -195,8 +201,28 @@ def mbarrier_arrive(addr: Int32):
     inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[addr])
 
 
+def mbarrier_arrive_lane0(addr: Int32, lane: Int32):
+    """One arrival of the warp, behind all that its lanes read."""
+    sync_warp()
+    text = (
+        "{ .reg .pred p; setp.eq.s32 p, {$r1}, 0;"
+        " @p mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}]; }"
+    )
+    inline_ptx(text, read_only_args=[addr, lane])
+
+
 def mbarrier_expect(addr: Int32, nbytes: Int32):
     inline_ptx("mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1};", read_only_args=[addr, nbytes])
+
+
+def mbarrier_expect_part(addr: Int32, nbytes: Int32, last: Boolean):
+    """Announces bytes of a phase; the `last` announcement is its arrival."""
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0;"
+        " @!p mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [{$r0}], {$r1};"
+        " @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [{$r0}], {$r1}; }"
+    )
+    inline_ptx(text, read_only_args=[addr, nbytes, Int32(last)])
 
 
 def mbarrier_try_wait(addr: Int32, parity: Int32) -> Int32:
@@ -223,42 +249,61 @@ def fence_barrier_init():
 
 
 def bar_sync(barrier: int, threads: int):
-    inline_ptx(f"bar.sync {barrier}, {threads};")
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 
 
 def sync_warp():
-    inline_ptx("bar.warp.sync 0xffffffff;")
+    cute.arch.sync_warp()
 
 
 def shfl(value: Int32, lane: Int32) -> Int32:
     """`value` of another lane."""
-    text = "shfl.sync.idx.b32 {$w0}, {$r0}, {$r1}, 31, 0xffffffff;"
-    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value, lane])
+    return cute.arch.shuffle_sync(value, lane)
 
 
 def shfl_up(value: Int32, delta: int) -> Int32:
     """`value` of the lane `delta` below; of this lane where there is none."""
-    text = f"shfl.sync.up.b32 {{$w0}}, {{$r0}}, {delta}, 0, 0xffffffff;"
-    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+    return cute.arch.shuffle_sync_up(value, delta)
 
 
 def max_u32(a: Int32, b: Int32) -> Int32:
     return inline_ptx("max.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
+def above_u32(a: Int32, b: Int32, tie: Boolean) -> Boolean:
+    """a > b as unsigned numbers, or equal and `tie`."""
+    text = (
+        "{ .reg .pred p; .reg .pred q; .reg .pred t; setp.ne.s32 t, {$r2}, 0; setp.gt.u32 p, {$r0}, {$r1};"
+        " setp.eq.and.b32 q, {$r0}, {$r1}, t; or.pred p, p, q; selp.b32 {$w0}, 1, 0, p; }"
+    )
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b, Int32(tie)]) != 0
+
+
+def not_below_u32(a: Int32, b: Int32) -> Boolean:
+    text = "{ .reg .pred p; setp.ge.u32 p, {$r0}, {$r1}; selp.b32 {$w0}, 1, 0, p; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, b]) != 0
+
+
+def ballot(condition: Boolean) -> Int32:
+    return cute.arch.vote_ballot_sync(condition)
+
+
+def first_bit(value: Int32) -> Int32:
+    """Place of the lowest set bit."""
+    text = "{ .reg .b32 t; brev.b32 t, {$r0}; bfind.shiftamt.u32 {$w0}, t; }"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+
+
 def shfl_xor(value: Float32, mask: int) -> Float32:
-    text = f"shfl.sync.bfly.b32 {{$w0}}, {{$r0}}, {mask}, 31, 0xffffffff;"
-    return inline_ptx(text, write_only_types=[Float32], read_only_args=[value])
+    return cute.arch.shuffle_sync_bfly(value, mask)
 
 
 def redux_max_u32(value: Int32) -> Int32:
-    text = "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;"
-    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+    return Int32(cute.arch.warp_redux_sync(Uint32(value), "umax"))
 
 
 def redux_min_u32(value: Int32) -> Int32:
-    text = "redux.sync.min.u32 {$w0}, {$r0}, 0xffffffff;"
-    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
+    return Int32(cute.arch.warp_redux_sync(Uint32(value), "umin"))
 
 
 def mma_bf16(c0: Float32, c1: Float32, a0: Int32, a2: Int32, b0: Int32, b1: Int32):
@@ -302,6 +347,11 @@ def high_bf16(pair: Int32) -> Float32:
     return inline_ptx(text, write_only_types=[Float32], read_only_args=[pair])
 
 
+def shift_half(pair: Int32, index: Int32) -> Int32:
+    """The bfloat16 of an even index (low half) or an odd one (high half), in the low half."""
+    return select(index % 2 == 0, pair & 0xFFFF, (pair >> 16) & 0xFFFF)
+
+
 def float_bits(value: Float32) -> Int32:
     return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
@@ -323,7 +373,8 @@ def rsqrt_approx(x: Float32) -> Float32:
 
 
 def div_full(a: Float32, b: Float32) -> Float32:
-    return inline_ptx("div.rn.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
+    """a / b within 2 ulp, over the whole range."""
+    return inline_ptx("div.full.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b])
 
 
 def fmax(a: Float32, b: Float32) -> Float32:
@@ -363,6 +414,11 @@ def red_or_shared(addr: Int32, bits: Int32):
 
 def popc(value: Int32) -> Int32:
     return inline_ptx("popc.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
+
+
+def opaque(value: Int32) -> Int32:
+    """The same value, in a register: the compiler does not compute it again where it is used."""
+    return inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
 def now_ns() -> Int64:

@@ -78,7 +78,7 @@ def make_schedule(recording: Recording, config: KimiConfig, sms: int) -> Schedul
     x_bytes = x_budget(recording, config)
     rows = lower(recording, x_bytes, sms)
     schedule = Schedule(kernel_shape(config, recording.rows, sms, x_bytes), recording, rows, [])
-    schedule.work = share_out(rows, sms, schedule.shape.tiles_in_group)
+    schedule.work = share_out(rows, sms)
     _place(schedule)
     return schedule
 
@@ -89,7 +89,7 @@ def x_budget(recording: Recording, config: KimiConfig) -> int:
     return -(-max(recording.rows * pitch_bytes(config.hidden_size), SMALLEST_X, *single) // 128) * 128
 
 
-def share_out(rows: list[Row], sms: int, group: int) -> list[list[tuple[int, int]]]:
+def share_out(rows: list[Row], sms: int) -> list[list[tuple[int, int]]]:
     """Contiguous ranges of units: each SM gets the same number, and one more goes to those that have streamed least."""
     load = [0.0] * sms
     work: list[list[tuple[int, int]]] = [[] for _ in range(sms)]

@@ -12,6 +12,8 @@ MAX_SPLITS = 32  # parts of a sequence in mla_decode
 SPLIT_TOKENS = 64
 DECODE_TOKENS = 128  # tokens that mla_decode scores at a time
 MAX_BANK = 8
+PAIRS = CONSUMER_WARPS // 2  # a slot of weights belongs to two warps, one piece each
+PICKS = 16  # experts of a batch row at most
 MAX_PICKS = 128  # distinct experts of one step
 
 
@@ -37,13 +39,30 @@ class KernelShape:
     trace: bool = False
 
     @property
-    def tiles_in_group(self) -> int:
-        """Tiles whose partial sums are added up together."""
-        return 8 if self.rows <= 2 else 4
+    def sums(self) -> int:
+        """Partial sums of 8 outputs of all batch rows that are kept at a time."""
+        return max(64, 256 // self.rows)
 
     @property
     def block_bytes(self) -> int:
         return 272 if self.mxfp4 else 512
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How tiles of `kb` blocks are cut among warps: a piece is `blocks` of a tile, or `tiles` whole tiles."""
+
+    blocks: int
+    per_tile: int
+    tiles: int
+
+    @classmethod
+    def of(cls, kb: int, mxfp4: bool) -> "Pieces":
+        most = 14 if mxfp4 else 16  # blocks of half a slot
+        if kb <= most:
+            return cls(kb, 1, most // kb)
+        blocks = next(size for size in range(most, 0, -1) if kb % size == 0)
+        return cls(blocks, kb // blocks, 1)
 
 
 @dataclass(frozen=True)
@@ -56,6 +75,7 @@ class SharedLayout:
     ids_free: int
     zero: int
     row: int
+    slots: int
     scratch: int
     ids: int
     slot_of: int
@@ -73,14 +93,15 @@ class SharedLayout:
             "empty": 8 * 32,
             "ids_ready": 8,
             "ids_free": 8,
-            "zero": 64,
+            "zero": 512,
             "row": 3 * 4 * FIELD_WORDS,  # two of the consumers in turn, one of the streaming warp
+            "slots": 64,  # of each batch row: slot or -1, whether its state starts from zero
             "scratch": 2048,
             "ids": 4 * (MAX_PICKS + 4),
             "slot_of": 8 * MAX_PICKS,
             "pick_weights": 4 * 8 * 32,
-            "local": 4 * (8 * s.kda_head_dim + 32),
-            "sums": max(2 * s.tiles_in_group * CONSUMER_WARPS * s.rows * 32, 4 * 16 * DECODE_TOKENS),
+            "local": 4 * (9 * s.kda_head_dim + 32),
+            "sums": max(2 * s.sums * s.rows * 32, 4 * 16 * DECODE_TOKENS),
             "x": s.x_bytes,
             "ring": s.slots * SLOT_BYTES,
         }

@@ -10,11 +10,11 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Fields, Sm, address_of, region, ring_slot, wait_barrier, wait_empty, wait_full
+from cute_megakernel.core import Fields, Sm, address_of, region, ring_slot, slot_index, wait_barrier, wait_empty, wait_full
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES
 from cute_megakernel.stages.kda import is_new, slot_of_row
-from cute_megakernel.stages.moe_down import pieces_in_slot, serves
+from cute_megakernel.stages.moe_down import serves
 from cute_megakernel.stages.moe_gate_up import share
 
 
@@ -44,7 +44,7 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int3
     if code == Code.LINEAR:
         tile_bytes = f["kb"] * 512
         source = address_of(f, "weight") + Int64(first % f["total"]) * Int64(tile_bytes)
-        pos = _copy(sm, pos, source, (end - first) * tile_bytes, SLOT_BYTES)
+        pos = _copy(sm, pos, source, (end - first) * tile_bytes, f["piece"] * f["tpp"] * 1024)
     elif code == Code.MOE_GATE_UP:
         pos = _gate_up(sm, f, pos)
     elif code == Code.MOE_DOWN:
@@ -55,16 +55,16 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int3
         slot = slot_of_row(sm, f, r)
         if (slot >= 0) & (is_new(sm, r) == 0):
             source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-            pos = _copy(sm, pos, source, Int32(4 * K * K), SLOT_BYTES)
+            pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(SLOT_BYTES))
     return pos
 
 
 @cute.jit
-def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: cutlass.Constexpr) -> Int32:
+def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: Int32) -> Int32:
     """A contiguous piece of memory into as many slots as it takes, `per_slot` bytes each."""
     done = Int32(0)
     while done < nbytes:
-        size = ptx.select(nbytes - done < per_slot, nbytes - done, Int32(per_slot))
+        size = ptx.select(nbytes - done < per_slot, nbytes - done, per_slot)
         _reserve(sm, pos, size)
         if sm.lane == 0:
             ptx.bulk_copy(ring_slot(sm, pos), source + Int64(done), size, _full(sm, pos))
@@ -74,7 +74,7 @@ def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: cutlass.Co
 
 
 def _full(sm: Sm, pos: Int32) -> Int32:
-    return region(sm, "full") + (pos % sm.shape.slots) * 8
+    return region(sm, "full") + slot_index(sm, pos) * 8
 
 
 @cute.jit
@@ -90,21 +90,32 @@ def _reserve(sm: Sm, pos: Int32, nbytes: Int32):
 
 @cute.jit
 def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
+    """Two pieces a slot; where a tile of the next expert begins, the second comes from elsewhere."""
     wait_barrier(sm, region(sm, "ids_ready"), f["sub"] & 1)
-    total = f["total"]
-    block_bytes = sm.shape.block_bytes
-    per_slot = SLOT_BYTES // block_bytes * block_bytes
-    tile_bytes = f["kb"] * block_bytes
-    tile, stop = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
-    while tile < stop:
-        place = tile // total
-        last = ptx.select(stop < (place + 1) * total, stop, (place + 1) * total)
-        expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
-        source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
-        source = source + Int64(tile - place * total) * Int64(tile_bytes)
-        pos = _copy(sm, pos, source, (last - tile) * tile_bytes, per_slot)
-        tile = last
+    total, ppt = f["total"], f["ppt"]
+    nbytes = f["piece"] * sm.shape.block_bytes
+    low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
+    left, place = (high - low) * ppt, low // total
+    inside = (low - place * total) * ppt  # piece of the expert
+    while left > 0:
+        _reserve(sm, pos, ptx.select(left < 2, nbytes, 2 * nbytes))
+        for side in range(ptx.select(left < 2, left, Int32(2))):
+            if inside == total * ppt:
+                place, inside = place + 1, Int32(0)
+            _put_piece(sm, f, pos, side * nbytes, place, inside, nbytes)
+            inside += 1
+        left -= 2
+        pos += 1
     return pos
+
+
+@cute.jit
+def _put_piece(sm: Sm, f: Fields, pos: Int32, at: Int32, place: Int32, piece: Int32, nbytes: Int32):
+    """Copies piece `piece` of the expert at `place` of the list to `at` bytes of the slot."""
+    if sm.lane == 0:
+        expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
+        source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride") + Int64(piece) * Int64(nbytes)
+        ptx.bulk_copy(ring_slot(sm, pos) + at, source, nbytes, _full(sm, pos))
 
 
 @cute.jit
@@ -121,33 +132,35 @@ def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
 
 @cute.jit
 def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
-    """One piece an expert, several in a slot where they are small."""
-    block_bytes = sm.shape.block_bytes
-    per_slot = SLOT_BYTES // block_bytes
+    """This SM's outputs of every expert, cut into pieces, two a slot."""
+    ppt, tpp, r0, r1 = f["ppt"], f["tpp"], f["r0"], f["r1"]
+    most, block_bytes = f["piece"] * tpp, sm.shape.block_bytes
     blocks = (end - first) * f["kb"]
-    packed = pieces_in_slot(blocks, per_slot)
-    experts, r0, r1 = ptx.ld_shared_b32(region(sm, "ids")), f["r0"], f["r1"]
-    left = Int32(0)
+    experts, side, left = ptx.ld_shared_b32(region(sm, "ids")), Int32(0), Int32(0)
     for place in range(experts):
         left += serves(sm, place, r0, r1)
-    inside = Int32(0)
+    left = left * ((blocks + most - 1) // most)
     for place in range(experts):
         if serves(sm, place, r0, r1) != 0:
-            expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
-            source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
-            source = source + Int64(first) * Int64(f["kb"] * block_bytes)
-            if packed > 0:
-                if inside == 0:
-                    pieces = ptx.select(left < packed, left, packed)
-                    _reserve(sm, pos, pieces * blocks * block_bytes)
+            done = Int32(0)
+            while done < blocks:
+                size = ptx.select(blocks - done < most, blocks - done, most)
+                if side == 0:
+                    wait_empty(sm, pos)
+                    if pos >= sm.batch["in_flight"]:
+                        wait_full(sm, pos - sm.batch["in_flight"])
                 if sm.lane == 0:
-                    target = ring_slot(sm, pos) + inside * blocks * block_bytes
-                    ptx.bulk_copy(target, source, blocks * block_bytes, _full(sm, pos))
-                inside += 1
+                    expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
+                    source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
+                    source = source + Int64(first * f["kb"] + done) * Int64(block_bytes)
+                    last = (side == 1) | (left == 1)
+                    ptx.mbarrier_expect_part(_full(sm, pos), size * block_bytes, last)
+                    ptx.bulk_copy(ring_slot(sm, pos) + side * (SLOT_BYTES // 2), source, size * block_bytes, _full(sm, pos))
+                ptx.sync_warp()
                 left -= 1
-                if (inside == packed) | (left == 0):
+                done += most
+                side = side ^ 1
+                if (side == 0) | (left == 0):
                     pos += 1
-                    inside = Int32(0)
-            else:
-                pos = _copy(sm, pos, source, blocks * block_bytes, per_slot * block_bytes)
+                    side = Int32(0)
     return pos

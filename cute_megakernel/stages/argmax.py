@@ -37,7 +37,7 @@ def publish_best(sm: Sm, f: Fields, low: Int32, best: Float32, best_at: Int32):
     sync(sm)
     if sm.thread < rows:
         best, best_at = Float32(float("-inf")), Int32(NO_INDEX)
-        for i in range(2 * sm.shape.tiles_in_group):
+        for i in range(2 * f["group_tiles"]):
             owner = (i // 2) * 2 * rows + 2 * sm.thread + i % 2
             bits, index = ptx.ld_shared_v2_b32(scratch + owner * 8)
             best, best_at = better(best, best_at, ptx.bits_float(bits), index)

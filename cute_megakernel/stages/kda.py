@@ -12,10 +12,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, advance, exp, finish_segment, float_of, poll_word, region, ring_slot, rms_scale, sigmoid, warp_sum, word_address)
-from cute_megakernel.shape import CONSUMER_WARPS, SLOT_BYTES
+from cute_megakernel.core import (Fields, Sm, address_of, exp, first_own, float_of, poll_word, region, release, ring_slot, rms_scale, sigmoid, sync, wait_full, warp_sum, warp_sums, word_address)
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES
 
-LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o")  # head_dim floats each, then beta
+LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o", "dt_bias", "norm")  # head_dim floats each, then two numbers
 L2_EPS = 1.0e-6
 TAPS = 4
 
@@ -24,20 +24,20 @@ def local(sm: Sm, name: str) -> Int32:
     return region(sm, "local") + LOCAL.index(name) * sm.shape.kda_head_dim * 4
 
 
-def beta_address(sm: Sm) -> Int32:
-    return region(sm, "local") + len(LOCAL) * sm.shape.kda_head_dim * 4
+def number(sm: Sm, index: int) -> Int32:
+    """0: beta, raw before kda_gate; 1: A_log."""
+    return region(sm, "local") + (len(LOCAL) * sm.shape.kda_head_dim + index) * 4
 
 
 @cute.jit
 def slot_of_row(sm: Sm, f: Fields, r: Int32) -> Int32:
     """Slot of the batch row, -1 where it is padding or points outside the pool."""
-    slot = ptx.ld_table(sm.batch["slots"] + Int64(r) * 4)
-    valid = (slot >= sm.batch["first_valid_slot"]) & (slot < f["pool_count"])
-    return ptx.select(valid, slot, Int32(-1))
+    slot = ptx.ld_shared_b32(region(sm, "slots") + r * 8)
+    return ptx.select(slot < f["pool_count"], slot, Int32(-1))
 
 
 def is_new(sm: Sm, r: Int32) -> Int32:
-    return ptx.ld_global_u8(sm.batch["is_new"] + Int64(r))
+    return ptx.ld_shared_b32(region(sm, "slots") + r * 8 + 4)
 
 
 @cute.jit
@@ -46,33 +46,89 @@ def causal_conv1d(sm: Sm, f: Fields, item: Int32):
     K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
     r, h = item // H, item % H
     slot = slot_of_row(sm, f, r)
-    if sm.thread < 3 * K:
-        part, at = sm.thread // K, sm.thread % K
-        channel = part * (H * K) + h * K + at
-        window = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(channel) * 2
-        row_bytes = Int64(3 * H * K * 2)
-        old = cute.make_rmem_tensor(TAPS - 1, Int32)
+    old = (slot >= 0) & (is_new(sm, r) == 0)
+    turns = -(-4 * K // CONSUMERS)
+    windows = cute.make_rmem_tensor(turns * (TAPS - 1), Int32)
+    taps = cute.make_rmem_tensor(turns * TAPS, Float32)
+    for j in cutlass.range_constexpr(turns):
+        i = sm.thread + j * CONSUMERS
+        if i < 3 * K:
+            _load_channel(sm, f, _channel(sm, h, i), slot, old, windows, taps, j)
+        elif i < 4 * K:
+            _fetch(sm, f, r, h, i - 3 * K)
+    for j in cutlass.range_constexpr(turns):
+        i = sm.thread + j * CONSUMERS
+        if i < 3 * K:
+            channel = _channel(sm, h, i)
+            word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + channel // 2, sm.tag)
+            z = _convolve(sm, f, channel, slot, ptx.shift_half(word, channel), windows, taps, j)
+            ptx.st_shared_f32(local(sm, "q") + i * 4, z)
+            put(sm, f, "dst", "dst_pitch", r, channel, z)
+
+
+def _channel(sm: Sm, h: Int32, i: Int32) -> Int32:
+    """Channel i of the head's q, k and v among those of all heads."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    return i // K * (H * K) + h * K + i % K
+
+
+def _window(sm: Sm, f: Fields, channel: Int32, slot: Int32, step: int) -> Int64:
+    """Address of a channel's input `step` of the window."""
+    start = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride")
+    return start + Int64(channel + step * (3 * sm.shape.kda_heads * sm.shape.kda_head_dim)) * 2
+
+
+@cute.jit
+def _load_channel(
+    sm: Sm, f: Fields, channel: Int32, slot: Int32, old, windows: cute.Tensor, taps: cute.Tensor, j: cutlass.Constexpr
+):
+    for i in cutlass.range_constexpr(TAPS - 1):
+        windows[j * (TAPS - 1) + i] = Int32(0)
+    if old:
         for i in cutlass.range_constexpr(TAPS - 1):
-            old[i] = Int32(0)
-        if (slot >= 0) & (is_new(sm, r) == 0):
-            for i in cutlass.range_constexpr(TAPS - 1):
-                old[i] = ptx.ld_fresh_u16(window + i * row_bytes)
-        taps = ptx.ld_global_v4_f32(address_of(f, "weight") + Int64(channel) * 16)
-        word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + channel // 2, sm.tag)
-        new = ptx.select(channel % 2 == 0, word & 0xFFFF, (word >> 16) & 0xFFFF)
-        total = Float32(0.0)
-        for i in cutlass.range_constexpr(TAPS - 1):
-            total = total + ptx.low_bf16(old[i]) * taps[i]
-        total = total + ptx.low_bf16(new) * taps[TAPS - 1]
-        z = total * sigmoid(total)
-        if slot < 0:
-            z = Float32(0.0)
-        if slot >= 0:
-            for i in cutlass.range_constexpr(TAPS - 2):
-                ptx.st_global_u16(window + i * row_bytes, old[i + 1])
-            ptx.st_global_u16(window + (TAPS - 2) * row_bytes, new)
-        ptx.st_shared_f32(local(sm, "q") + sm.thread * 4, z)
-        put(sm, f, "dst", "dst_pitch", r, channel, z)
+            windows[j * (TAPS - 1) + i] = ptx.ld_fresh_u16(_window(sm, f, channel, slot, i))
+    weights = ptx.ld_global_v4_f32(address_of(f, "weight") + Int64(channel) * 16)
+    for i in cutlass.range_constexpr(TAPS):
+        taps[j * TAPS + i] = weights[i]
+
+
+@cute.jit
+def _convolve(
+    sm: Sm, f: Fields, channel: Int32, slot: Int32, new: Int32, windows: cute.Tensor, taps: cute.Tensor,
+    j: cutlass.Constexpr,
+) -> Float32:  # fmt: skip
+    """One channel, oldest input first; padding gives 0 and leaves the window alone."""
+    total = Float32(0.0)
+    for i in cutlass.range_constexpr(TAPS - 1):
+        total = total + ptx.low_bf16(windows[j * (TAPS - 1) + i]) * taps[j * TAPS + i]
+    total = total + ptx.low_bf16(new) * taps[j * TAPS + TAPS - 1]
+    if slot >= 0:
+        for i in cutlass.range_constexpr(TAPS - 2):
+            ptx.st_global_u16(_window(sm, f, channel, slot, i), windows[j * (TAPS - 1) + i + 1])
+        ptx.st_global_u16(_window(sm, f, channel, slot, TAPS - 2), new)
+    return ptx.select_f32(slot >= 0, total * sigmoid(total), Float32(0.0))
+
+
+@cute.jit
+def _fetch(sm: Sm, f: Fields, r: Int32, h: Int32, k: Int32):
+    """What the rows behind this one need from memory, on its way while the convolution waits for its own."""
+    K = sm.shape.kda_head_dim
+    dt = ptx.ld_global_f32(address_of(f, "weight2") + Int64(h * K + k) * 4)
+    norm = ptx.ld_global_f32(address_of(f, "norm") + Int64(k) * 4)
+    if k == 0:
+        ptx.st_shared_f32(number(sm, 1), ptx.ld_global_f32(address_of(f, "A_log") + Int64(h) * 4))
+        word = poll_word(sm, f.number, f["beta"] + r * f["beta_pitch"] + h // 2, sm.tag)
+        ptx.st_shared_f32(number(sm, 0), half_of(word, h))
+    ptx.st_shared_f32(local(sm, "dt_bias") + k * 4, dt)
+    ptx.st_shared_f32(local(sm, "norm") + k * 4, norm)
+    if f["gate"] >= 0:
+        word = poll_word(sm, f.number, f["gate"] + r * f["gate_pitch"] + (h * K + k) // 2, sm.tag)
+        ptx.st_shared_f32(local(sm, "gate") + k * 4, half_of(word, k))
+
+
+def half_of(word: Int32, index: Int32) -> Float32:
+    """Column `index` of the pair that holds it."""
+    return ptx.select_f32(index % 2 == 0, ptx.low_bf16(word), ptx.high_bf16(word))
 
 
 @cute.jit
@@ -89,8 +145,8 @@ def kda_gate(sm: Sm, f: Fields, item: Int32):
     r, h = item // H, item % H
     bound = float_of(f, "p0")
     if sm.thread < K:
-        rate = ptx.fmin(exp(ptx.ld_global_f32(address_of(f, "weight") + Int64(h) * 4)), Float32(3.4028234663852886e38))
-        dt = ptx.ld_global_f32(address_of(f, "weight2") + Int64(h * K + sm.thread) * 4)
+        rate = ptx.fmin(exp(ptx.ld_shared_f32(number(sm, 1))), Float32(3.4028234663852886e38))
+        dt = ptx.ld_shared_f32(local(sm, "dt_bias") + sm.thread * 4)
         raw = ptx.ld_shared_f32(local(sm, "decay") + sm.thread * 4) + dt
         decay = bound * sigmoid(rate * raw)
         if bound == Float32(0.0):
@@ -98,9 +154,8 @@ def kda_gate(sm: Sm, f: Fields, item: Int32):
         ptx.st_shared_f32(local(sm, "log_decay") + sm.thread * 4, decay)
         put(sm, f, "dst", "dst_pitch", r, h * K + sm.thread, decay)
     if sm.thread == K:
-        word = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + h // 2, sm.tag)
-        beta = sigmoid(ptx.select_f32(h % 2 == 0, ptx.low_bf16(word), ptx.high_bf16(word)))
-        ptx.st_shared_f32(beta_address(sm), beta)
+        beta = sigmoid(ptx.ld_shared_f32(number(sm, 0)))
+        ptx.st_shared_f32(number(sm, 0), beta)
         put(sm, f, "tap", "tap_pitch", r, h, beta)
 
 
@@ -130,13 +185,16 @@ def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
     for i in cutlass.range_constexpr(slots * warp_rows * per_lane):
         state[i] = Float32(0.0)
     if (slot >= 0) & (is_new(sm, r) == 0):
-        held = Int32(-1)
         for s in cutlass.range_constexpr(slots):
-            held = advance(sm, pos, held, Int32(s))
+            wait_full(sm, pos + s)
             base = ring_slot(sm, pos + s) + sm.lane * (4 * per_lane)
             for v in cutlass.range_constexpr(warp_rows):
                 _load_row(base + (sm.warp * warp_rows + v) * (4 * K), state, (s * warp_rows + v) * per_lane, per_lane)
-        pos = finish_segment(sm, pos, held, Int32(slots))
+        sync(sm)  # all warps have read all slots
+        own = first_own(sm, pos)
+        if own < slots:
+            release(sm, pos + own)
+        pos += slots
     q, k, decay = _load_lane(sm, "q", per_lane), _load_lane(sm, "k", per_lane), _load_lane(sm, "log_decay", per_lane)
     qq, kk, kq = Float32(0.0), Float32(0.0), Float32(0.0)
     for i in cutlass.range_constexpr(per_lane):
@@ -147,29 +205,30 @@ def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
         q[i], k[i], decay[i] = q[i] * q_scale, k[i] * k_scale, exp(decay[i])
         kq = kq + q[i] * k[i]
     kq = warp_sum(kq)
-    beta = ptx.ld_shared_f32(beta_address(sm))
+    beta = ptx.ld_shared_f32(number(sm, 0))
     pool = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-    for s in cutlass.range_constexpr(slots):
-        for v in cutlass.range_constexpr(warp_rows):
-            at = (s * warp_rows + v) * per_lane
-            value_row = s * slot_rows + sm.warp * warp_rows + v
-            seen, read = Float32(0.0), Float32(0.0)
-            for i in cutlass.range_constexpr(per_lane):
-                state[at + i] = state[at + i] * decay[i]
-                seen, read = seen + state[at + i] * k[i], read + state[at + i] * q[i]
-            seen, read = warp_sum(seen), warp_sum(read)
-            value = ptx.ld_shared_f32(local(sm, "v") + value_row * 4)
-            correction = beta * (value - seen)
-            o = read + kq * correction
-            if slot < 0:
-                o = Float32(0.0)
-            for i in cutlass.range_constexpr(per_lane):
-                state[at + i] = state[at + i] + correction * k[i]
-            if slot >= 0:
-                _store_row(pool + Int64(value_row * K + sm.lane * per_lane) * 4, state, at, per_lane)
-            if sm.lane == 0:
-                ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
-                put(sm, f, "dst", "dst_pitch", r, h * K + value_row, o)
+    count = slots * warp_rows
+    seen, read = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
+    for v in cutlass.range_constexpr(count):
+        seen[v], read[v] = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(per_lane):
+            at = v * per_lane + i
+            state[at] = state[at] * decay[i]
+            seen[v], read[v] = seen[v] + state[at] * k[i], read[v] + state[at] * q[i]
+    warp_sums(seen, count)
+    warp_sums(read, count)
+    for v in cutlass.range_constexpr(count):
+        value_row = (v // warp_rows) * slot_rows + sm.warp * warp_rows + v % warp_rows
+        value = ptx.ld_shared_f32(local(sm, "v") + value_row * 4)
+        correction = beta * (value - seen[v])
+        o = ptx.select_f32(slot < 0, Float32(0.0), read[v] + kq * correction)
+        for i in cutlass.range_constexpr(per_lane):
+            state[v * per_lane + i] = state[v * per_lane + i] + correction * k[i]
+        if slot >= 0:
+            _store_row(pool + Int64(value_row * K + sm.lane * per_lane) * 4, state, v * per_lane, per_lane)
+        if sm.lane == 0:
+            ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
+            put(sm, f, "dst", "dst_pitch", r, h * K + value_row, o)
     return pos
 
 
@@ -212,19 +271,13 @@ def gated_rms_norm(sm: Sm, f: Fields, item: Int32):
         scale = rms_scale(warp_sum(squares), Float32(K), float_of(f, "eps"))
         if sm.thread < K // 2:
             column = 2 * sm.thread
-            g0, g1 = Float32(0.0), Float32(0.0)
-            if f["gate"] >= 0:
-                word = poll_word(sm, f.number, f["gate"] + r * f["gate_pitch"] + (h * K + column) // 2, sm.tag)
-                g0, g1 = ptx.low_bf16(word), ptx.high_bf16(word)
-            else:
-                g0 = ptx.ld_shared_f32(local(sm, "gate") + column * 4)
-                g1 = ptx.ld_shared_f32(local(sm, "gate") + column * 4 + 4)
-            weight = address_of(f, "weight") + Int64(column) * 4
-            y0 = ptx.ld_shared_f32(local(sm, "o") + column * 4) * scale * ptx.ld_global_f32(weight) * sigmoid(g0)
-            y1 = ptx.ld_shared_f32(local(sm, "o") + column * 4 + 4) * scale * ptx.ld_global_f32(weight + 4)
-            y1 = y1 * sigmoid(g1)
+            y = cute.make_rmem_tensor(2, Float32)
+            for i in cutlass.range_constexpr(2):
+                at = (column + i) * 4
+                normed = ptx.ld_shared_f32(local(sm, "o") + at) * scale * ptx.ld_shared_f32(local(sm, "norm") + at)
+                y[i] = normed * sigmoid(ptx.ld_shared_f32(local(sm, "gate") + at))
             at = f["dst"] + r * f["dst_pitch"] + (h * K + column) // 2
-            ptx.st_word(word_address(sm, at), ptx.pack_bf16(y0, y1), sm.tag)
+            ptx.st_word(word_address(sm, at), ptx.pack_bf16(y[0], y[1]), sm.tag)
 
 
 

@@ -12,54 +12,83 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, finish_segment, float_of, poll_pair, region, sync, word_address)
+from cute_megakernel.core import (Fields, Sm, address_of, first_own, float_of, pass_by, poll_pair, region, release, ring_slot, sync, wait_full, word_address)
 from cute_megakernel.rows import Epilogue
-from cute_megakernel.shape import SLOT_BYTES
+from cute_megakernel.shape import PAIRS
 from cute_megakernel.stages.activation import situ, swiglu
-from cute_megakernel.stages.argmax import better, publish_best
+from cute_megakernel.stages.argmax import NO_INDEX, better, publish_best
 from cute_megakernel.stages.output_gate import output_gate
-from cute_megakernel.stages.tiles import add_sums, multiply_tile, put_sums, unit_of_thread, x_address
+from cute_megakernel.stages.tiles import add_sums, multiply, put_sums, unit_of_thread, x_address
 
 MINUS_INF = float("-inf")
 
 
 @cute.jit
 def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
-    kb, total = f["kb"], f["total"]
-    rows = f["r1"] - f["r0"]
-    x = x_address(sm, f["x_pitch"], rows)
-    step = ptx.select(sm.group < rows, Int32(64), Int32(0))
-    x_off, x_batch, batch_tiles = f["x_off"], f["x_batch"], f["batch_tiles"]
-    held, turn, start = Int32(-1), Int32(0), low
-    best, best_at = Float32(MINUS_INF), Int32(0x7FFFFFFF)
-    first_batch = f["local"] * (low // batch_tiles)  # x holds the heads of this SM only
+    """Each warp does its pieces of a group of tiles; then threads add up the pieces of an output and finish it."""
+    rows, ppt, tpp = f["r1"] - f["r0"], f["ppt"], f["tpp"]
+    item = low // f["total"]  # tiles of per-head rows count through all items
+    pieces = ((high - low) * ppt + tpp - 1) // tpp
+    slots = (pieces + 1) // 2
+    own, start, turn = first_own(sm, pos), low, Int32(0)
+    best, best_at = Float32(MINUS_INF), Int32(NO_INDEX)
     while start < high:
-        count = ptx.select(high - start < sm.shape.tiles_in_group, high - start, Int32(sm.shape.tiles_in_group))
-        for place in range(count):
-            tile = (start + place) % total
-            xs = x + (step // 64) * (x_off + (tile // batch_tiles - first_batch) * x_batch)
-            held, c0, c1 = multiply_tile(sm, pos, held, (start + place - low) * kb, tile, kb, xs, step, False)
-            put_sums(sm, turn, place, c0, c1)
+        count = ptx.select(high - start < f["group_tiles"], high - start, f["group_tiles"])
+        end = ((start + count - low) * ppt + tpp - 1) // tpp
+        while 2 * own + (sm.warp & 1) < end:
+            _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), low, start, count, turn, item)
+            own += PAIRS
         sync(sm)
         place, row, half, mine = unit_of_thread(sm, count)
         if mine & (row < rows):
-            values = add_sums(sm, turn, place, row, half)
-            best, best_at = _finish(sm, f, start + place, row + f["r0"], half, values, best, best_at)
+            values = add_sums(sm, turn * sm.shape.sums + place * ppt, row, half, ppt)
+            best, best_at = _finish(sm, f, start + place, item, row + f["r0"], half, values, best, best_at)
         turn = turn ^ 1
         start += count
     if f["epilogue"] == Epilogue.LOGITS:
         publish_best(sm, f, low, best, best_at)
-    slots = ((high - low) * kb + SLOT_BYTES // 512 - 1) // (SLOT_BYTES // 512)
-    return finish_segment(sm, pos, held, slots)
+    pass_by(sm, pos, own, slots)
+    return pos + slots
 
 
 @cute.jit
-def _finish(sm: Sm, f: Fields, tile: Int32, r: Int32, half: Int32, v: tuple, best: Float32, best_at: Int32):
+def _piece(
+    sm: Sm, f: Fields, pos: Int32, piece: Int32, low: Int32, start: Int32, count: Int32, turn: Int32, item: Int32
+):
+    """Piece `piece` of the tiles from `low` on: blocks of one tile, or `tpp` whole tiles."""
+    rows, ppt, tpp, blocks = f["r1"] - f["r0"], f["ppt"], f["tpp"], f["piece"]
+    inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
+    x = x_address(sm, f["x_pitch"], rows) + inside * f["x_off"]
+    x_batch, in_tile, tile = inside * f["x_batch"], Int32(0), low + piece * tpp
+    if ppt > 1:
+        tile = (piece * f["magic"]) >> 20
+        in_tile = piece - tile * ppt
+        tile = tile + low
+    wait_full(sm, pos)
+    address = ring_slot(sm, pos) + (piece & 1) * (blocks * tpp * 512)
+    t = Int32(0)
+    while (t < tpp) & (tile < start + count):
+        xs = x + inside * in_tile * blocks * 64
+        if x_batch != 0:
+            head = (tile - item * f["total"]) // f["batch_tiles"]
+            xs = xs + (head - f["local"] * (low // f["batch_tiles"])) * x_batch
+        c0, c1 = multiply(sm, address, xs, inside * 64, blocks, False)
+        put_sums(sm, turn * sm.shape.sums + (tile - start) * ppt + in_tile, c0, c1)
+        address = address + blocks * 512
+        tile += 1
+        t += 1
+    release(sm, pos)
+
+
+@cute.jit
+def _finish(
+    sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, v: tuple, best: Float32, best_at: Int32
+):
     """Four sums of batch row r, outputs 8 * tile + 4 * half and on."""
     kind = f["epilogue"]
     n = 8 * tile + 4 * half
     if kind == Epilogue.LOCAL:
-        _keep(sm, f, tile, r, half, v)
+        _keep(sm, f, tile, item, r, half, v)
     elif kind == Epilogue.FLOAT:
         for copy in range(f["copies"]):
             at = f["dst"] + r * f["dst_pitch"] + n + copy * f["copy_stride"]
@@ -98,16 +127,16 @@ def activated(sm: Sm, f: Fields, dst: Int32, tap: Int32, width: Int32, n: Int32,
 
 
 @cute.jit
-def _keep(sm: Sm, f: Fields, tile: Int32, r: Int32, half: Int32, v: tuple):
+def _keep(sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, v: tuple):
     """Outputs of one head for the KDA rows on this SM; tiles count through all (batch row, head) items."""
-    if tile // f["total"] == r:
+    if item == r:
         low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
         column = (8 * tile + 4 * half) % sm.shape.kda_head_dim
         at = region(sm, "local") + (f["local_at"] + column) * 4
         ptx.st_shared_v2_f32(at, ptx.low_bf16(low), ptx.high_bf16(low))
         ptx.st_shared_v2_f32(at + 8, ptx.low_bf16(high), ptx.high_bf16(high))
         if f["dst"] >= 0:
-            column = (8 * tile + 4 * half) % f["n_valid"]
+            column = 8 * (tile - item * f["total"]) + 4 * half
             ptx.st_word_pair(word_address(sm, f["dst"] + r * f["dst_pitch"] + column // 2), low, high, sm.tag)
 
 

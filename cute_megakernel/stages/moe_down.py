@@ -2,9 +2,10 @@
 
     y[r] = sum over picks of topk_weights * (w2[expert] . m[r, pick])
 
-The experts of the step come one after the other in ascending order; a warp multiplies its blocks of one expert, scales by
-the weight that the batch row gives that expert, and adds to its sums in shared memory. Rows that did not pick an expert
-read zeros for it. Several experts share a ring slot where their pieces are small.
+The experts of the step come one after the other in ascending order. A warp does a tile of one expert, scales it by the
+weight that each batch row gives that expert, and leaves it at the row's pick; at the end the picks of a row are added in
+their own order, so a row does not depend on what its neighbours picked. Rows that did not pick an expert read zeros for
+it.
 
 Rounding   float32 sums and weights, one rounding to bfloat16 at the end
 """
@@ -13,16 +14,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, advance, finish_segment, region, sync, word_address)
-from cute_megakernel.shape import SLOT_BYTES
+from cute_megakernel.core import (Fields, Sm, first_own, pass_by, region, release, ring_slot, sync, wait_full, word_address)
+from cute_megakernel.shape import CONSUMERS, PAIRS, PICKS, SLOT_BYTES
 from cute_megakernel.stages.moe_router import NOT_PICKED
-from cute_megakernel.stages.tiles import add_sums, multiply_tile, sums_address, unit_of_thread
+from cute_megakernel.stages.tiles import add_sums, multiply, sums_address, unit_of_thread
 
-
-@cute.jit
-def pieces_in_slot(blocks: Int32, per_slot: Int32) -> Int32:
-    """How many experts' pieces of `blocks` blocks one slot takes; 0 where a piece takes several slots."""
-    return per_slot // blocks
+HALF_SLOT = SLOT_BYTES // 2
 
 
 @cute.jit
@@ -37,65 +34,66 @@ def serves(sm: Sm, expert: Int32, r0: Int32, r1: Int32) -> Int32:
 
 @cute.jit
 def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
-    kb, tiles, r0, r1 = f["kb"], high - low, f["r0"], f["r1"]
-    per_slot = SLOT_BYTES // sm.shape.block_bytes
-    blocks = tiles * kb
-    packed = pieces_in_slot(blocks, per_slot)
-    _clear_sums(sm, tiles)
+    """Experts of the list one after the other, each cut into the same pieces; a warp does every 16th."""
+    ppt, tpp, tiles, r0, r1 = f["ppt"], f["tpp"], high - low, f["r0"], f["r1"]
+    per_expert = (tiles * ppt + tpp - 1) // tpp
+    _clear_sums(sm, tiles * ppt)
+    sync(sm)
     experts = ptx.ld_shared_b32(region(sm, "ids"))
-    held, inside = Int32(-1), Int32(0)  # slot of the run of packed pieces, pieces used up in it
-    slot = Int32(0)
+    own, done = first_own(sm, pos), Int32(0)  # pieces of the experts before
     for expert in range(experts):
         if serves(sm, expert, r0, r1) != 0:
-            if packed > 0:
-                if inside == packed:
-                    slot, inside = slot + 1, Int32(0)
-                held = advance(sm, pos, held, slot)
-                held = _expert(sm, f, pos, held, slot * per_slot + inside * blocks, expert, low, high)
-                inside += 1
-            else:
-                done = _expert(sm, f, pos, Int32(-1), Int32(0), expert, low, high)
-                pos = finish_segment(sm, pos, done, (blocks + per_slot - 1) // per_slot)
-    if inside > 0:
-        pos = finish_segment(sm, pos, held, slot + 1)
+            while 2 * own + (sm.warp & 1) < done + per_expert:
+                _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), done, expert, tiles)
+                own += PAIRS
+            done += per_expert
+    slots = (done + 1) // 2
+    pass_by(sm, pos, own, slots)
     sync(sm)
     place, row, half, mine = unit_of_thread(sm, tiles)
     if mine & (row < r1 - r0):
-        v0, v1, v2, v3 = add_sums(sm, Int32(0), place, row, half)
+        v0, v1, v2, v3 = add_sums(sm, place * ppt * PICKS, row, half, ppt * PICKS)
         at = f["dst"] + (row + r0) * f["dst_pitch"] + 4 * (low + place) + 2 * half
         ptx.st_word_pair(word_address(sm, at), ptx.pack_bf16(v0, v1), ptx.pack_bf16(v2, v3), sm.tag)
-    return pos
+    return pos + slots
 
 
 @cute.jit
-def _clear_sums(sm: Sm, tiles: Int32):
-    for place in range(tiles):
-        if sm.group < sm.shape.rows:
-            at = sums_address(sm, Int32(0), place) + (sm.warp * sm.shape.rows + sm.group) * 32 + sm.quad * 8
-            ptx.st_shared_v2_f32(at, Float32(0.0), Float32(0.0))
+def _clear_sums(sm: Sm, pieces: Int32):
+    i = sm.thread
+    while i < pieces * (PICKS * sm.shape.rows * 4):
+        ptx.st_shared_v2_f32(region(sm, "sums") + i * 8, Float32(0.0), Float32(0.0))
+        i += CONSUMERS
 
 
 @cute.jit
-def _expert(sm: Sm, f: Fields, pos: Int32, held: Int32, first_block: Int32, expert: Int32, low: Int32, high: Int32):
-    """All tiles of this SM for one expert; their blocks start at `first_block` of the segment at `pos`."""
-    kb, rows = f["kb"], f["r1"] - f["r0"]
-    block_inputs = 64 if sm.shape.mxfp4 else 32
+def _piece(sm: Sm, f: Fields, pos: Int32, piece: Int32, before: Int32, expert: Int32, tiles: Int32):
+    """One piece of an expert, scaled by the weight each batch row gives it, to the place of that pick."""
+    rows, r0, ppt, tpp, blocks = f["r1"] - f["r0"], f["r0"], f["ppt"], f["tpp"], f["piece"]
     pick = Int32(NOT_PICKED)
     if sm.group < rows:
-        pick = ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + sm.group + f["r0"])
-    picked = pick != NOT_PICKED
+        pick = ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + sm.group + r0)
+    picked = ptx.select(pick != NOT_PICKED, Int32(1), Int32(0))
+    step = picked * (128 if sm.shape.mxfp4 else 64)
     at = region(sm, "x") + sm.group * f["x_pitch"] + pick * f["group_pad"] * 2 + sm.quad * 16
-    x = ptx.select(picked, at, region(sm, "zero"))
-    step = ptx.select(picked, Int32(2 * block_inputs), Int32(0))
-    weight = Float32(0.0)
-    if picked:
-        weight = ptx.ld_shared_f32(region(sm, "pick_weights") + ((sm.group + f["r0"]) * 32 + pick) * 4)
-    for place in range(high - low):
-        held, c0, c1 = multiply_tile(
-            sm, pos, held, first_block + place * kb, low + place, kb, x, step, sm.shape.mxfp4
-        )
-        if picked:
-            sums = sums_address(sm, Int32(0), place) + (sm.warp * sm.shape.rows + sm.group) * 32 + sm.quad * 8
-            s0, s1 = ptx.ld_shared_v2_b32(sums)
-            ptx.st_shared_v2_f32(sums, ptx.bits_float(s0) + weight * c0, ptx.bits_float(s1) + weight * c1)
-    return held
+    weight = ptx.ld_shared_f32(region(sm, "pick_weights") + ((sm.group + r0) * 32 + picked * pick) * 4)
+    first = (piece - before) * tpp  # tile and piece of this SM's, pieces counted through
+    in_tile = first - ((first * f["magic"]) >> 20) * ppt
+    x = ptx.select(picked != 0, at + in_tile * blocks * step, region(sm, "zero"))
+    wait_full(sm, pos)
+    address = ring_slot(sm, pos) + (piece & 1) * (HALF_SLOT)
+    t = Int32(0)
+    while (t < tpp) & (first + t < tiles * ppt):
+        c0, c1 = multiply(sm, address, x, step, blocks, sm.shape.mxfp4)
+        if picked != 0:
+            entry = _entry(first + t, in_tile, pick, ppt)
+            sums = sums_address(sm, entry) + sm.group * 32 + sm.quad * 8
+            ptx.st_shared_v2_f32(sums, weight * c0, weight * c1)
+        address = address + blocks * sm.shape.block_bytes
+        t += 1
+    release(sm, pos)
+
+
+def _entry(piece: Int32, in_tile: Int32, pick: Int32, ppt: Int32) -> Int32:
+    """[tile, pick, piece of the tile]"""
+    return (piece - in_tile) * PICKS + pick * ppt + in_tile

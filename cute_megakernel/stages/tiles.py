@@ -1,4 +1,4 @@
-"""Rows of weights times rows of activations, tile by tile out of the ring.
+"""Rows of weights times rows of activations, piece by piece out of the ring.
 
 A tile is 8 outputs; its inputs come in blocks, each a contiguous piece of the ring:
 
@@ -6,9 +6,10 @@ A tile is 8 outputs; its inputs come in blocks, each a contiguous piece of the r
     MXFP4      64 inputs, 272 bytes: lane (g, t) finds 8 codes of either half at its 8 bytes; behind them 8 pairs of
                scales, one pair an output
 
-One `mma.m16n8k16` multiplies 16 inputs of 8 outputs by up to 8 batch rows. Block b of a tile belongs to warp
-(b + tile * blocks) % 16, wherever the tile lies in the ring and whichever SM has it, and the sums of the warps are added
-in the order of the warps: an output has the same bits in every schedule, and a batch row does not depend on the others.
+One `mma.m16n8k16` multiplies 16 inputs of 8 outputs by up to 8 batch rows. A piece is up to half a slot of a tile, or
+a few whole tiles, and one warp does it. Where a tile is cut into pieces depends on its width alone, and its pieces are
+added up in their order: an output has the same bits whichever warp and SM did it, and a batch row does not depend on
+the others.
 """
 
 import cutlass
@@ -16,10 +17,10 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Sm, advance, region, ring_slot)
-from cute_megakernel.shape import CONSUMER_WARPS, SLOT_BYTES
+from cute_megakernel.core import Sm, region
 
 CODES = 0x81C081C0 - (1 << 32)  # sign and magnitude of a code in both halves, as a bfloat16
+BF16_TURN, MXFP4_TURN = 4, 2  # blocks of one turn of the loop
 
 
 def x_address(sm: Sm, pitch: Int32, rows: Int32) -> Int32:
@@ -29,50 +30,66 @@ def x_address(sm: Sm, pitch: Int32, rows: Int32) -> Int32:
 
 
 @cute.jit
-def multiply_tile(
-    sm: Sm, pos: Int32, held: Int32, first_block: Int32, tile: Int32, kb: Int32, x: Int32, step: Int32,
-    mxfp4: cutlass.Constexpr,
-):  # fmt: skip
-    """This warp's share of one tile whose blocks start at `first_block` of the segment. -> held slot, two sums
+def multiply(sm: Sm, address: Int32, x: Int32, step: Int32, blocks: Int32, mxfp4: cutlass.Constexpr):
+    """Blocks from `address` on times activations from `x` on. -> outputs 2 * quad and 2 * quad + 1 of row `group`
 
-    `x` is the address of the tile's first input for this lane, `step` the bytes between blocks (0 on zeros). The lane
-    ends up with outputs 2 * quad and 2 * quad + 1 of batch row `group`.
+    `step` is the bytes of activations of a block, 0 on zeros.
     """
-    nbytes = 272 if mxfp4 else 512
-    per_slot = SLOT_BYTES // nbytes
-    c0, c1, d0, d1 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
-    k = (sm.warp - tile * kb) & (CONSUMER_WARPS - 1)
-    while k < kb:
-        block = first_block + k
-        slot = block // per_slot
-        held = advance(sm, pos, held, slot)
-        address = ring_slot(sm, pos + slot) + (block - slot * per_slot) * nbytes
-        if cutlass.const_expr(mxfp4):
-            c0, c1, d0, d1 = _mxfp4_block(sm, address, x + k * step, step, c0, c1, d0, d1)
-        else:
-            w0, w1, w2, w3 = ptx.ld_shared_v4_b32(address + sm.lane * 16)
-            a0, a1, a2, a3 = ptx.ld_shared_v4_b32(x + k * step)
-            c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, w0, w1)
-            d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, w2, w3)
-        k += CONSUMER_WARPS
-    return held, c0 + d0, c1 + d1
+    turn, nbytes = (MXFP4_TURN, 272) if mxfp4 else (BF16_TURN, 512)
+    ptx.sync_warp()  # the products need the whole warp
+    sums = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+    left = blocks
+    while left >= turn:
+        sums = _blocks(sm, address, x, turn, sums, mxfp4)
+        address, x = address + turn * nbytes, x + turn * step
+        left -= turn
+    while left > 0:
+        sums = _blocks(sm, address, x, 1, sums, mxfp4)
+        address, x = address + nbytes, x + step
+        left -= 1
+    return sums[0] + sums[2], sums[1] + sums[3]
 
 
 @cute.jit
-def _mxfp4_block(
-    sm: Sm, address: Int32, x: Int32, step: Int32, c0: Float32, c1: Float32, d0: Float32, d1: Float32
-):
-    """64 inputs: codes become bfloat16 values times 2^-126, the scale times 2^126 brings them back, exactly."""
-    low, high = ptx.ld_shared_v2_b32(address + sm.lane * 8)
-    scales = ptx.ld_shared_u16(address + 256 + sm.group * 2)
-    a0, a1, a2, a3 = ptx.ld_shared_v4_b32(x)
-    p0, p1, p2, p3 = decode_codes(low, (scales & 0xFF) + 126)
-    c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, p0, p1)
-    d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, p2, p3)
-    a0, a1, a2, a3 = ptx.ld_shared_v4_b32(x + step // 2)
-    p0, p1, p2, p3 = decode_codes(high, (scales >> 8) + 126)
-    c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, p0, p1)
-    d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, p2, p3)
+def _blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, sums: tuple, mxfp4: cutlass.Constexpr):
+    if cutlass.const_expr(mxfp4):
+        sums = _mxfp4_blocks(sm, address, x, count, sums)
+    else:
+        sums = _bf16_blocks(sm, address, x, count, sums)
+    return sums
+
+
+@cute.jit
+def _bf16_blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, sums: tuple):
+    """32 inputs each; all loads before the first product."""
+    c0, c1, d0, d1 = sums
+    w, a = [], []
+    for i in cutlass.range_constexpr(count):
+        w.append(ptx.ld_shared_v4_b32(address + sm.lane * 16 + i * 512))
+        a.append(ptx.ld_shared_v4_b32(x + i * 64))
+    for i in cutlass.range_constexpr(count):
+        c0, c1 = ptx.mma_bf16(c0, c1, a[i][0], a[i][1], w[i][0], w[i][1])
+        d0, d1 = ptx.mma_bf16(d0, d1, a[i][2], a[i][3], w[i][2], w[i][3])
+    return c0, c1, d0, d1
+
+
+@cute.jit
+def _mxfp4_blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, sums: tuple):
+    """64 inputs each: codes become bfloat16 values times 2^-126, the scale times 2^126 brings them back, exactly."""
+    c0, c1, d0, d1 = sums
+    words, scales, a = [], [], []
+    for i in cutlass.range_constexpr(count):
+        words.append(ptx.ld_shared_v2_b32(address + sm.lane * 8 + i * 272))
+        scales.append(ptx.ld_shared_u16(address + sm.group * 2 + i * 272 + 256))
+        for half in cutlass.range_constexpr(2):
+            a.append(ptx.ld_shared_v4_b32(x + i * 128 + half * 64))
+    for i in cutlass.range_constexpr(count):
+        for half in cutlass.range_constexpr(2):
+            exponent = ((scales[i] >> 8) if half else (scales[i] & 0xFF)) + 126
+            p0, p1, p2, p3 = decode_codes(words[i][half], exponent)
+            a0, a1, a2, a3 = a[2 * i + half]
+            c0, c1 = ptx.mma_bf16(c0, c1, a0, a1, p0, p1)
+            d0, d1 = ptx.mma_bf16(d0, d1, a2, a3, p2, p3)
     return c0, c1, d0, d1
 
 
@@ -85,31 +102,30 @@ def decode_codes(word: Int32, exponent: Int32):
     return tuple(ptx.mul_bf16x2(pair, factor) for pair in pairs)
 
 
-def sums_address(sm: Sm, turn: Int32, place: Int32) -> Int32:
-    """Sums of tile `place` of a group; `turn` alternates two areas. [tile, warp, row, 8] float32"""
-    rows = sm.shape.rows
-    tile_bytes = CONSUMER_WARPS * rows * 32
-    return region(sm, "sums") + (turn * sm.shape.tiles_in_group + place) * tile_bytes
+def sums_address(sm: Sm, entry: Int32) -> Int32:
+    """Partial sums of 8 outputs. [entry, row, 8] float32"""
+    return region(sm, "sums") + entry * (sm.shape.rows * 32)
 
 
 @cute.jit
-def put_sums(sm: Sm, turn: Int32, place: Int32, c0: Float32, c1: Float32):
-    rows = sm.shape.rows
-    if sm.group < rows:
-        address = sums_address(sm, turn, place) + (sm.warp * rows + sm.group) * 32 + sm.quad * 8
-        ptx.st_shared_v2_f32(address, c0, c1)
+def put_sums(sm: Sm, entry: Int32, c0: Float32, c1: Float32):
+    if sm.group < sm.shape.rows:
+        ptx.st_shared_v2_f32(sums_address(sm, entry) + sm.group * 32 + sm.quad * 8, c0, c1)
 
 
 @cute.jit
-def add_sums(sm: Sm, turn: Int32, place: Int32, row: Int32, half: Int32):
-    """Outputs 4 * half ... 4 * half + 3 of a tile and batch row, over all warps."""
-    rows = sm.shape.rows
-    address = sums_address(sm, turn, place) + row * 32 + half * 16
-    v0, v1, v2, v3 = ptx.ld_shared_v4_f32(address)
-    for w in cutlass.range_constexpr(1, CONSUMER_WARPS):
-        s0, s1, s2, s3 = ptx.ld_shared_v4_f32(address + w * rows * 32)
-        v0, v1, v2, v3 = v0 + s0, v1 + s1, v2 + s2, v3 + s3
-    return v0, v1, v2, v3
+def add_sums(sm: Sm, entry: Int32, row: Int32, half: Int32, count: Int32):
+    """Outputs 4 * half ... 4 * half + 3 of a batch row, over `count` entries in their order, four loads at a time."""
+    address = sums_address(sm, entry) + row * 32 + half * 16
+    v = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+    for first in range(0, count, 4):
+        parts = []
+        for i in cutlass.range_constexpr(4):
+            at = address + (first + i) * (sm.shape.rows * 32)
+            parts.append(ptx.ld_shared_v4_f32(ptx.select(first + i < count, at, region(sm, "zero"))))
+        for i in cutlass.range_constexpr(4):
+            v = (v[0] + parts[i][0], v[1] + parts[i][1], v[2] + parts[i][2], v[3] + parts[i][3])
+    return v
 
 
 def unit_of_thread(sm: Sm, tiles: Int32) -> tuple[Int32, Int32, Int32, Boolean]:
