@@ -45,15 +45,20 @@ def _causal_conv1d(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, par
     window = pool[:, :, channels]
     z = launch.ops.causal_conv1d(x, launch.weight(f.subject("weight"))[channels], window, *_where(launch, r))
     pool[:, :, channels] = window
-    for name, value in zip("qkv", z.chunk(3, dim=-1), strict=True):
-        sm.items[name] = ((row.place, r, head), value[:, None])
+    beta = launch.load(np.array([f["beta"] + r * f["beta_pitch"] + head // 2]))[head % 2]
+    a_log, dt_bias = (launch.weight(f.subject(name))[head : head + 1] for name in ("A_log", "weight2"))
+    left = dict(zip("qkv", (part_of[:, None] for part_of in z.chunk(3, dim=-1)), strict=True))
+    left |= {"raw_beta": beta.reshape(1, 1), "A_log": a_log, "dt_bias": dt_bias, "norm": launch.weight(f.subject("norm"))}
+    if f["gate"] >= 0:
+        K = launch.shape.kda_head_dim
+        left["gate"] = launch.rows(f["gate"] + head * K // 2, range(r, r + 1), f["gate_pitch"], K)
+    for name, value in left.items():
+        sm.items[name] = ((row.place, r, head), value)
 
 
 def _kda_gate(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     r, head = item_of(launch.shape, part.first)
-    (decay,) = _take(launch, sm, number, row, part, "decay")
-    beta = launch.load(np.array([f["src"] + r * f["src_pitch"] + head // 2]))[head % 2].reshape(1, 1)
-    a_log, dt = (launch.weight(f.subject(name))[head : head + 1] for name in ("weight", "weight2"))
+    decay, beta, a_log, dt = _take(launch, sm, number, row, part, "decay", "raw_beta", "A_log", "dt_bias")
     if row.args["bound"]:
         log_decay, beta = launch.ops.kda_gate_bounded(decay[:, None], beta, a_log, dt, row.args["bound"])
     else:
@@ -70,14 +75,8 @@ def _kda_recurrent(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, par
 
 
 def _gated_rms_norm(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
-    r, head = item_of(launch.shape, part.first)
-    K = launch.shape.kda_head_dim
-    (o,) = _take(launch, sm, number, row, part, "o")
-    if f["gate"] >= 0:
-        gate = launch.rows(f["gate"] + head * K // 2, range(r, r + 1), f["gate_pitch"], K)
-    else:
-        (gate,) = _take(launch, sm, number, row, part, "gate")
-    y = launch.ops.gated_rms_norm(o, gate[:, None], launch.weight(f.subject("weight")), row.args["eps"])
+    o, gate, norm = _take(launch, sm, number, row, part, "o", "gate", "norm")
+    y = launch.ops.gated_rms_norm(o, gate[:, None], norm, row.args["eps"])
     launch.store(label(number, row), writes(launch.shape, f, row.code, part), y)
 
 

@@ -147,16 +147,13 @@ def _down_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
 
 
 def _conv_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
-    pieces = []
+    """Inputs of the convolution, and the raw beta and gate that it fetches for the rows behind it."""
+    pieces = [_head_words(shape, f, part, "gate")]
     for unit in range(part.first, part.end):
         r, head = item_of(shape, unit)
         pieces.append(f["src"] + r * f["src_pitch"] + conv_channels(shape, head)[::2] // 2)
-    return join(pieces)
-
-
-def _kda_gate_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
-    units = np.arange(part.first, part.end)
-    return f["src"] + units // shape.kda_heads * f["src_pitch"] + units % shape.kda_heads // 2
+        pieces.append(np.array([f["beta"] + r * f["beta_pitch"] + head // 2]))
+    return np.unique(join(pieces))
 
 
 def _head_words(shape: KernelShape, f: Fields, part: Part, name: str) -> Words:
@@ -247,8 +244,6 @@ _READS = {
     Code.LINEAR: _linear_reads,
     Code.MOE_ROUTER: _router_reads,
     Code.CAUSAL_CONV1D: _conv_reads,
-    Code.KDA_GATE: _kda_gate_reads,
-    Code.GATED_RMS_NORM: lambda shape, f, part: _head_words(shape, f, part, "gate"),
     Code.MLA_KV_APPEND: _append_reads,
     Code.MLA_DECODE: _decode_reads,
     Code.ARGMAX: _argmax_reads,

@@ -5,7 +5,9 @@ over. The two must agree for every outcome of the router and for every kind of b
     consumed(shape, f, code, part, outcome)    number of slots, as the stages count them
     walk(rows, sms, slots)                     raises where the two warps of an SM could wait for each other
 
-Consumer warps work on blocks 16 apart at most, which is less than a slot: two slots are held at a time.
+A slot belongs to two warps, which take its two pieces, and to no other. A warp does its slots in their order and waits
+for the others only behind all its pieces of a group of tiles, so a slot is given back before one is needed that the ring
+could not hold beside it; only the state of a head is held whole.
 """
 
 from collections.abc import Sequence
@@ -13,11 +15,10 @@ from dataclasses import dataclass
 
 from cute_megakernel.footprint import Part
 from cute_megakernel.rows import Code
-from cute_megakernel.shape import CONSUMER_WARPS, SLOT_BYTES, KernelShape
+from cute_megakernel.shape import SLOT_BYTES, KernelShape
 from cute_megakernel.table_view import Fields
 
 BF16_BLOCK = 512
-HELD_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -42,32 +43,22 @@ def share(sm: int, sms: int, tiles: int) -> tuple[int, int]:
     return sm * tiles // sms, (sm + 1) * tiles // sms
 
 
-def runs(first: int, end: int, total: int) -> list[tuple[int, int]]:
-    """[first, end) cut where an expert's `total` tiles end."""
-    cuts = [first, *range((first // total + 1) * total, end, total), end]
-    return [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
-
-
 def streamed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Outcome) -> list[int]:
     """Bytes of each slot that the streaming warp fills for the row."""
-    block = shape.block_bytes
-    per_slot = SLOT_BYTES // block * block
+    block, tiles = shape.block_bytes, part.end - part.first
     if code == Code.LINEAR:
-        return _pieces((part.end - part.first) * f["kb"] * BF16_BLOCK, SLOT_BYTES)
+        return _pieces(tiles * f["kb"] * BF16_BLOCK, 2 * f["piece"] * f["tpp"] * BF16_BLOCK)
     if code == Code.KDA_RECURRENT:
         row = part.first // shape.kda_heads
         return _pieces(4 * shape.kda_head_dim**2, SLOT_BYTES) if outcome.live[row] else []
     if code == Code.MOE_GATE_UP:
         assert part.sm is not None
         first, end = share(part.sm, shape.sms, len(outcome.experts) * f["total"])
-        return [n for a, b in runs(first, end, f["total"]) for n in _pieces((b - a) * f["kb"] * block, per_slot)]
-    if code == Code.MOE_DOWN and part.first < part.end:
-        piece = (part.end - part.first) * f["kb"] * block
-        packed = per_slot // piece
-        left = len(outcome.served(range(f["r0"], f["r1"])))
-        if packed == 0:
-            return _pieces(piece, per_slot) * left
-        return [min(packed, left - done) * piece for done in range(0, left, packed)]
+        return _pieces((end - first) * f["ppt"] * f["piece"] * block, 2 * f["piece"] * block)
+    if code == Code.MOE_DOWN and tiles > 0:
+        of_expert = _pieces(tiles * f["kb"] * block, f["piece"] * f["tpp"] * block)
+        pieces = of_expert * len(outcome.served(range(f["r0"], f["r1"])))
+        return [sum(pieces[i : i + 2]) for i in range(0, len(pieces), 2)]
     return []
 
 
@@ -77,25 +68,29 @@ def _pieces(nbytes: int, per_slot: int) -> list[int]:
 
 def consumed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Outcome) -> int:
     """Slots that the consumers step over in the row."""
-    per_slot = SLOT_BYTES // shape.block_bytes
-    if code == Code.LINEAR:
-        return _ceil((part.end - part.first) * f["kb"], SLOT_BYTES // BF16_BLOCK)
     if code == Code.KDA_RECURRENT:
         slot_rows = min(SLOT_BYTES // (4 * shape.kda_head_dim), shape.kda_head_dim)
         return shape.kda_head_dim // slot_rows if outcome.live[part.first // shape.kda_heads] else 0
-    if code == Code.MOE_GATE_UP:
+    pieces = 0
+    if code == Code.LINEAR:
+        pieces = _ceil((part.end - part.first) * f["ppt"], f["tpp"])
+    elif code == Code.MOE_GATE_UP:
         assert part.sm is not None
         first, end = share(part.sm, shape.sms, len(outcome.experts) * f["total"])
-        return sum(_ceil((b - a) * f["kb"], per_slot) for a, b in runs(first, end, f["total"]))
-    if code == Code.MOE_DOWN and part.first < part.end:
-        blocks, experts = (part.end - part.first) * f["kb"], len(outcome.served(range(f["r0"], f["r1"])))
-        packed = per_slot // blocks
-        return _ceil(experts, packed) if packed else experts * _ceil(blocks, per_slot)
-    return 0
+        pieces = (end - first) * f["ppt"]
+    elif code == Code.MOE_DOWN and part.first < part.end:
+        experts = len(outcome.served(range(f["r0"], f["r1"])))
+        pieces = experts * _ceil((part.end - part.first) * f["ppt"], f["tpp"])
+    return _ceil(pieces, 2)
 
 
 def _ceil(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def held_at_once(code: Code, slots: int) -> int:
+    """Slots that the consumers need before they give any back: a head's state is read whole."""
+    return slots if code == Code.KDA_RECURRENT else min(slots, 1)
 
 
 @dataclass(frozen=True)
@@ -103,6 +98,7 @@ class Step:
     """One row as the ring sees it on one SM; `router` is the list of experts that it makes, needs or frees."""
 
     slots: int
+    held: int = 1
     router: int = -1
     makes: bool = False
     frees: bool = False
@@ -112,13 +108,14 @@ class Step:
 def walk(steps: Sequence[Step], slots: int) -> str | None:
     """Runs the streaming warp against the consumers of one SM. -> what they are stuck at, None where they finish.
 
-    In a row both move slot by slot and never wait for each other if the ring has `HELD_AT_ONCE` slots; what is left to
-    check are the list of experts, which the streaming warp needs, and its release, which the next router needs.
+    In a row both move slot by slot and never wait for each other if the ring has the slots that the consumers hold at
+    once; what is left to check are the list of experts, which the streaming warp needs, and its release, which the next
+    router needs.
     """
-    if slots < HELD_AT_ONCE:
-        return f"{slots} ring slots: the consumers hold {HELD_AT_ONCE}"
     streaming, ready, freed, ahead = 0, -1, -1, 0  # next row of the stream, lists made and freed, slots filled
     for number, step in enumerate(steps):
+        if step.held > slots:
+            return f"{step.name}: the consumers hold {step.held} slots of {slots}"
         while streaming < len(steps):
             row = steps[streaming]
             if not row.makes and row.router > ready:
@@ -137,8 +134,3 @@ def walk(steps: Sequence[Step], slots: int) -> str | None:
             ready = step.router
         ahead -= step.slots
     return None
-
-
-def drift_fits(shape: KernelShape) -> bool:
-    """Warps at most 16 blocks apart are at most one slot apart."""
-    return CONSUMER_WARPS * max(shape.block_bytes, BF16_BLOCK) <= SLOT_BYTES

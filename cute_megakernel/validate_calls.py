@@ -219,28 +219,31 @@ class CallChecker:
         )
 
     def causal_conv1d(self, row: Row) -> Carried:
+        """The convolution, and what it fetches for the gate and the norm of the same heads."""
         args, call = row.args, self.producer[row.args["dst"].index]
+        behind = self.recording.calls[call.index :]
+        gate = next(c for c in behind if c.op.startswith("kda_gate"))
+        norm = next(c for c in behind if c.op == "gated_rms_norm")
         return Carried(
             [call],
             source=args["src"] == call.args["x"],
             weight=args["weight"] == call.args["weight"],
             pool=args["pool"] == call.args["conv_window"],
+            gate=all(args[name] == gate.args[name] for name in ("raw_beta", "A_log", "dt_bias")),
+            norm=args["norm"] == norm.args["weight"] and args["gate"] in (None, norm.args["out_gate"]),
         )
 
     def kda_gate(self, row: Row) -> Carried:
-        args, call = row.args, self.producer[row.args["dst"].index]
-        same = {name: args[name] == call.args[name] for name in ("A_log", "dt_bias")}
-        bound = args["bound"] == call.args.get("lower_bound", 0.0)
-        return Carried([call], source=args["src"] == call.args["raw_beta"], bound=bound, **same)
+        call = self.producer[row.args["dst"].index]
+        return Carried([call], bound=row.args["bound"] == call.args.get("lower_bound", 0.0))
 
     def kda_recurrent(self, row: Row) -> Carried:
         call = self.producer[row.args["dst"].index]
         return Carried([call], pool=row.args["pool"] == call.args["state"])
 
     def gated_rms_norm(self, row: Row) -> Carried:
-        args, call = row.args, self.producer[row.args["dst"].index]
-        same = {name: args[name] == call.args[name] for name in ("weight", "eps")}
-        return Carried([call], gate=args["gate"] in (None, call.args["out_gate"]), **same)
+        call = self.producer[row.args["dst"].index]
+        return Carried([call], eps=row.args["eps"] == call.args["eps"])
 
     def mla_kv_append(self, row: Row) -> Carried:
         args = row.args

@@ -10,10 +10,10 @@ from cute_megakernel.schedule_error import ScheduleError, expect, label
 from cute_megakernel.table_view import Fields, TableView
 
 NEEDS = {  # what of an item must be on the SM, and what the row leaves there
-    Code.CAUSAL_CONV1D: ((), ("q", "k", "v")),
-    Code.KDA_GATE: (("decay",), ("log_decay", "beta")),
+    Code.CAUSAL_CONV1D: ((), ("q", "k", "v", "raw_beta", "dt_bias", "norm")),
+    Code.KDA_GATE: (("decay", "raw_beta", "dt_bias"), ("log_decay", "beta")),
     Code.KDA_RECURRENT: (("q", "k", "v", "log_decay", "beta"), ("o",)),
-    Code.GATED_RMS_NORM: (("o",), ()),
+    Code.GATED_RMS_NORM: (("o", "gate", "norm"), ()),
 }
 
 
@@ -70,8 +70,8 @@ class Memory:
 
     def pass_item(self, where: str, row: Row, f: Fields, parts: list[Part]) -> None:
         needs, leaves = NEEDS.get(row.code, ((), (str(row.args.get("local")),)))
-        if row.code == Code.GATED_RMS_NORM and f["gate"] < 0:
-            needs = (*needs, "gate")
+        if row.code == Code.CAUSAL_CONV1D and f["gate"] >= 0:
+            leaves = (*leaves, "gate")
         for part in parts:
             assert part.sm is not None
             expect((part.end - part.first) == row.item_units, where, f"SM {part.sm} has more than one item")

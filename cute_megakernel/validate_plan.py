@@ -1,9 +1,19 @@
 """What the kernel assumes about sizes: shared memory, loops over threads, alignment of words, int32 fields."""
 
+from cute_megakernel.lowering import BF16_BLOCK_BYTES
 from cute_megakernel.rows import STREAMED, Code, Epilogue, Row
 from cute_megakernel.schedule import Schedule
 from cute_megakernel.schedule_error import expect, label
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, MAX_BANK, MAX_PICKS, SHARED_BYTES, SLOT_BYTES, SharedLayout
+from cute_megakernel.shape import (
+    CONSUMER_WARPS,
+    CONSUMERS,
+    MAX_BANK,
+    MAX_PICKS,
+    PICKS,
+    SHARED_BYTES,
+    SLOT_BYTES,
+    SharedLayout,
+)
 from cute_megakernel.table_view import Fields, TableView
 
 MAX_SLOTS = 32  # barriers of the ring
@@ -27,7 +37,7 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
         f"{shape.rows} rows of {shape.top_k} experts are more than {MAX_PICKS}",
     )
     expect(
-        shape.top_k <= 32 and shape.num_experts <= MAX_EXPERTS, "router", "more picks or experts than it has room for"
+        shape.top_k <= PICKS and shape.num_experts <= MAX_EXPERTS, "router", "more picks or experts than it has room for"
     )
     for number, (row, f) in enumerate(zip(schedule.rows, view.rows, strict=True)):
         where = label(number, row)
@@ -74,13 +84,14 @@ def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: st
     if row.code == Code.KDA_RECURRENT:
         return
     most = max(0, *(share[number][1] - share[number][0] for share in schedule.work))
-    expect(most * f["kb"] * shape.block_bytes < 2**31, where, "bytes of an SM do not fit 32 bits")
+    if row.code == Code.MOE_GATE_UP:
+        most = -(-min(MAX_PICKS, shape.rows * shape.top_k, shape.num_experts) * f["total"] // shape.sms)
+    _check_pieces(schedule, f, most, where)
     if row.code == Code.MOE_DOWN:
-        room = min(2 * shape.tiles_in_group, CONSUMERS // (2 * shape.rows))
+        room = min(2 * shape.sums // (PICKS * f["ppt"]), CONSUMERS // (2 * shape.rows))
         expect(most <= room, where, f"{most} tiles on an SM, sums of {room} have room")
-        expect(
-            2 * f["kb"] * (64 if shape.mxfp4 else 32) <= 2 * f["group_pad"], where, "weights reach past their inputs"
-        )
+        padded = f["kb"] * (64 if shape.mxfp4 else 32)
+        expect(padded <= f["group_pad"], where, "weights reach past their inputs")
     if row.code == Code.MOE_GATE_UP:
         padded = -(-row.x.width // 64) * 64
         expect(f["kb"] * (64 if shape.mxfp4 else 32) <= padded, where, "weights reach past their inputs")
@@ -103,3 +114,21 @@ def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: st
         expect(f["n_valid"] % 8 == 0, where, "outputs are no whole tiles")
     if f["epilogue"] == Epilogue.OUTPUT_GATE:
         expect(f["gate"] % 2 == 0 and f["gate_pitch"] % 2 == 0, where, "the gate starts inside a pair of words")
+
+
+def _check_pieces(schedule: Schedule, f: Fields, most: int, where: str) -> None:
+    """Tiles cut among warps: whole, two pieces in a slot, sums in their area, and the division by multiplication."""
+    shape, code = schedule.shape, f["code"]
+    block = BF16_BLOCK_BYTES if code == Code.LINEAR else shape.block_bytes
+    whole = f["piece"] * f["ppt"] == f["kb"] and (f["ppt"] == 1 or f["tpp"] == 1)
+    expect(whole, where, f"{f['ppt']} pieces of {f['piece']} blocks are no tile of {f['kb']}")
+    expect(2 * f["piece"] * f["tpp"] * block <= SLOT_BYTES, where, "two pieces do not fit a slot")
+    group, pieces = f["group_tiles"], most * f["ppt"]
+    if code != Code.MOE_DOWN:
+        expect(group > 0 and group % f["tpp"] == 0, where, f"{f['ppt']} pieces a tile: no tile fits the sums")
+        fits = group * f["ppt"] <= shape.sums and 2 * group * shape.rows <= CONSUMERS
+        expect(fits, where, f"{group} tiles do not fit the sums")
+    excess = f["magic"] * f["ppt"] - (1 << 20)
+    exact = 0 <= excess and pieces * excess < 1 << 20 and pieces * f["magic"] < 2**31
+    expect(exact, where, f"{pieces} pieces on an SM are too many to be divided by {f['ppt']}")
+    expect(pieces * f["piece"] * block < 2**31, where, "bytes of an SM do not fit 32 bits")
