@@ -48,7 +48,12 @@ def _causal_conv1d(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, par
     beta = launch.load(np.array([f["beta"] + r * f["beta_pitch"] + head // 2]))[head % 2]
     a_log, dt_bias = (launch.weight(f.subject(name))[head : head + 1] for name in ("A_log", "weight2"))
     left = dict(zip("qkv", (part_of[:, None] for part_of in z.chunk(3, dim=-1)), strict=True))
-    left |= {"raw_beta": beta.reshape(1, 1), "A_log": a_log, "dt_bias": dt_bias, "norm": launch.weight(f.subject("norm"))}
+    left |= {
+        "raw_beta": beta.reshape(1, 1),
+        "A_log": a_log,
+        "dt_bias": dt_bias,
+        "norm": launch.weight(f.subject("norm")),
+    }
     if f["gate"] >= 0:
         K = launch.shape.kda_head_dim
         left["gate"] = launch.rows(f["gate"] + head * K // 2, range(r, r + 1), f["gate_pitch"], K)

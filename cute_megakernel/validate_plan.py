@@ -37,7 +37,9 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
         f"{shape.rows} rows of {shape.top_k} experts are more than {MAX_PICKS}",
     )
     expect(
-        shape.top_k <= PICKS and shape.num_experts <= MAX_EXPERTS, "router", "more picks or experts than it has room for"
+        shape.top_k <= PICKS and shape.num_experts <= MAX_EXPERTS,
+        "router",
+        "more picks or experts than it has room for",
     )
     for number, (row, f) in enumerate(zip(schedule.rows, view.rows, strict=True)):
         where = label(number, row)

@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cute_megakernel.lowering import tiles
+from cute_megakernel.lowering import expert_blocks, tiles
 from cute_megakernel.recording import Recording, View, record_step
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Place, Schedule, make_schedule
+from cute_megakernel.shape import CONSUMERS, PICKS, SLOT_BYTES, Pieces
 from kimi_kernels.config import CONFIGS, TP_SIZES, ConfigError, KimiConfig
 
 
@@ -47,9 +48,11 @@ def ranks_of(config: KimiConfig) -> list[int]:
 
 
 def fewest_sms(config: KimiConfig, rows: int) -> int:
-    """SMs that moe_down needs: the sums of an SM's tiles have to fit."""
-    room = 16 if rows <= 2 else 8
-    return -(-tiles(config.expert_in) // room)
+    """SMs that moe_down needs: the sums of an SM's tiles have to fit. `config` is a rank's."""
+    kb = expert_blocks(config.expert_size // 2 if config.mxfp4_experts else config.expert_size, config.mxfp4_experts)[0]
+    per_tile = Pieces.of(kb, config.mxfp4_experts).per_tile
+    sums = max(64, 256 // rows)
+    return -(-tiles(config.expert_in) // min(2 * sums // (PICKS * per_tile), CONSUMERS // (2 * rows)))
 
 
 BASES = {
@@ -277,6 +280,14 @@ def small_ring(schedule: Schedule, rng: random.Random) -> None:
     schedule.shape = dataclasses.replace(schedule.shape, slots=1)
 
 
+def ring_smaller_than_a_head(schedule: Schedule, rng: random.Random) -> None:
+    """The state of a head is read whole before any of it is given back."""
+    needed = 4 * schedule.shape.kda_head_dim**2 // SLOT_BYTES
+    if needed < 3:
+        raise NotHere
+    schedule.shape = dataclasses.replace(schedule.shape, slots=needed - 1)
+
+
 def large_ring(schedule: Schedule, rng: random.Random) -> None:
     schedule.shape = dataclasses.replace(schedule.shape, slots=schedule.shape.slots + 1)
 
@@ -289,5 +300,5 @@ MUTATIONS = (
     lost_unit, unit_done_twice, shifted_units, lost_item, item_on_another_sm, lost_share_of_a_mix, lost_row,
     repeated_row, swapped_rows, row_before_its_input, short_place, overlapping_places, overlapping_extra, no_room,
     wrong_x, wrong_source, wrong_batch_rows, lost_bank_score, score_of_another_mix, reused_tag_of_parts,
-    list_not_given_back, lost_call, wrong_number, wrong_weight, small_ring, large_ring, small_x,
+    list_not_given_back, lost_call, wrong_number, wrong_weight, small_ring, ring_smaller_than_a_head, large_ring, small_x,
 )  # fmt: skip

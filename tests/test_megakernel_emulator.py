@@ -219,7 +219,7 @@ def test_emulate_runs_a_slice_of_a_rank_and_shows_it(checkpoints, run):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (("--sms", "1"), "18 tiles on an SM, sums of 16 have room"),
+        (("--sms", "0"), "expected a positive integer"),
         (("--sms", "9999"), "--sms must be at most 256"),
         (("--tokens", "99999"), "token ids must be in"),
         (("--device", "cuda"), "the emulator runs on the CPU"),
