@@ -6,8 +6,8 @@ over. The two must agree for every outcome of the router and for every kind of b
     walk(rows, sms, slots)                     raises where the two warps of an SM could wait for each other
 
 A slot belongs to two warps, which take its two pieces, and to no other. A warp does its slots in their order and waits
-for the others only behind all its pieces of a group of tiles, so a slot is given back before one is needed that the ring
-could not hold beside it; only the state of a head is held whole.
+for the others only behind all its pieces of a group of tiles, so it gives a slot back before one is needed that the
+ring could not hold beside it; only the state of a head is held whole.
 """
 
 from collections.abc import Sequence
