@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megakernel_cases import BASES, MUTATIONS, Case, NotHere, fewest_sms
+from schedule_cases import BASES, MUTATIONS, Case, NotHere, fewest_sms
 
 from cute_megakernel.emulator import ORDERS, EmulationError, Emulator
 from cute_megakernel.footprint import split

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megakernel_cases import BASES, MUTATIONS, Case, NotHere, depends, fewest_sms, is_load, ranks_of
+from schedule_cases import BASES, MUTATIONS, Case, NotHere, depends, fewest_sms, is_load, ranks_of
 
 from cute_megakernel import footprint, validate
 from cute_megakernel.footprint import Part
