@@ -22,7 +22,7 @@ test: .venv/ready-dev
 
 # on a machine with a GPU: its own torch and triton, no venv
 test-gpu:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m pytest -m gpu $(if $(N),-n $(N) --dist worksteal)
 
 test-nightly: .venv/ready-dev
 	HYPOTHESIS_PROFILE=nightly $(RUN)python -m pytest -n 2

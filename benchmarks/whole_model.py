@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kimi_kernels.bench_layers import random_owner
+from kimi_kernels.bench_megakernel import random_model
 from kimi_kernels.config import CONFIGS
 from kimi_kernels.decoder import Decoder
 from kimi_kernels.meta_weights import meta_weights
@@ -38,7 +38,7 @@ def main() -> int:
     config = CONFIGS[args.config]
     calls = record_step(config, args.tp, args.batch, args.context)
     generator = torch.Generator("cuda").manual_seed(0)
-    weights = random_model(config, args.tp, generator)
+    weights = random_model(meta_weights(config, args.tp), generator)
     decoder = Decoder(config.shard(args.tp), weights, "triton", args.batch, args.context + args.new + 8, "cuda")
     times = time_steps(decoder, args.context, args.new)
     nbytes = total_bytes(calls)
@@ -57,14 +57,6 @@ def main() -> int:
     }
     sys.stdout.write(json.dumps(result) + "\n")
     return 0
-
-
-def random_model(config, tp: int, generator: torch.Generator):
-    """Random weights of one rank; the layers one by one, so that no second copy of the model exists."""
-    meta = meta_weights(config, tp)
-    layers = tuple(random_owner(layer, generator) for layer in meta.layers)
-    rest = random_owner(dataclasses.replace(meta, layers=()), generator)
-    return dataclasses.replace(rest, layers=layers)
 
 
 def time_steps(decoder: Decoder, context: int, new: int) -> list[float]:

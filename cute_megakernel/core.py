@@ -7,14 +7,15 @@ memory each way, needs no fence and no counter, and nothing has to be cleared be
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, PAIRS, SLOT_BYTES, KernelShape, SharedLayout
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES, KernelShape, SharedLayout
 from cute_megakernel.table import FIELD
 
 POLLS_BETWEEN_LOOKS = 256  # polls of a word before the clock and the error word are read
 BARRIER_ROW = 0x3FFFF  # reported in place of a row by a wait inside one SM
+NONE_OWN = 1 << 28  # first own filling of a warp without a slot
 LOG2E = 1.4426950408889634
 
 
@@ -28,6 +29,21 @@ class Sm:
                                     output of a weight fragment, quad = lane % 4 its place along the inputs
     batch                           addresses of the step's inputs and outputs by name
     """
+
+    shape: KernelShape
+    layout: SharedLayout
+    smem: Int32
+    words: Int64
+    control: Int64
+    tag: Int32
+    deadline: Int64
+    block: Int32
+    thread: Int32
+    warp: Int32
+    lane: Int32
+    group: Int32
+    quad: Int32
+    batch: dict
 
     def __init__(self, shape: KernelShape, layout: SharedLayout, **values):
         self.shape, self.layout = shape, layout
@@ -134,14 +150,17 @@ def poll_quads(sm: Sm, row: Int32, start: Int32, count: Int32, quads: cutlass.Co
         for j in cutlass.range_constexpr(2 * quads):
             if tags[j] != sm.tag:
                 ready = Int32(0)
+        if ready == 0:
+            ptx.sleep_ns(sm.batch["poll_ns"])
         polls += 1
         if polls % POLLS_BETWEEN_LOOKS == 0:
             if give_up(sm, row) != 0:
                 ready = Int32(1)
 
 
-# The ring: slots of weights in the order of the table. `pos` counts slots since the start of the launch; slot `pos`
-# belongs to the two warps of pair `pos % PAIRS`, one for each of its two pieces
+# The ring: slots of weights in the order of the table. `pos` counts fillings since the start of the launch; filling
+# `pos` is in slot `pos % slots`. A slot always belongs to the same two warps, one for each of its two pieces: they see
+# each of its fillings in turn, so the parity of its barriers is enough, although copies may land out of order
 
 
 def slot_index(sm: Sm, pos: Int32) -> Int32:
@@ -161,8 +180,10 @@ def wait_empty(sm: Sm, pos: Int32):
 
 
 def first_own(sm: Sm, pos: Int32) -> Int32:
-    """The first slot from `pos` on that belongs to this warp, counted from there; every PAIRS-th after it does too."""
-    return ((sm.warp >> 1) - pos) & (PAIRS - 1)
+    """The first filling from `pos` on that belongs to this warp, counted from there; every `slots`-th after it does."""
+    own = (sm.warp >> 1) - slot_index(sm, pos)
+    own = ptx.select(own < 0, own + sm.shape.slots, own)
+    return ptx.select((sm.warp >> 1) < sm.shape.slots, own, Int32(NONE_OWN))
 
 
 @cute.jit
@@ -188,7 +209,7 @@ def pass_by(sm: Sm, pos: Int32, own: Int32, slots: Int32):
     while own < slots:
         wait_full(sm, pos + own)
         release(sm, pos + own)
-        own += PAIRS
+        own += sm.shape.slots
 
 
 # Reductions

@@ -20,27 +20,30 @@ class Encoder:
 
     def __init__(self, schedule: Schedule, address: Address, taps: bool = False):
         self.schedule, self.address, self.taps = schedule, address, taps
-        self._read = {row.args["src"].buffer.index for row in schedule.rows if row.code == Code.MIX and "src" in row.args}
+        self._read = {
+            row.args["src"].buffer.index for row in schedule.rows if row.code == Code.MIX and "src" in row.args
+        }
         self._moe = -1
         self._appends = [row for row in schedule.rows if row.code == Code.MLA_KV_APPEND]
         self._decodes = [row for row in schedule.rows if row.code == Code.MLA_DECODE]
 
     def table(self) -> torch.Tensor:
         """[rows, 64] int32"""
-        rows = []
-        for self._number, row in enumerate(self.schedule.rows):
-            rows.append(self.words(row))
-        return torch.tensor(rows, dtype=torch.int32)
+        return torch.tensor([self.words(number) for number in range(len(self.schedule.rows))], dtype=torch.int32)
 
     def work(self) -> torch.Tensor:
         """[sms, rows, 2] int32"""
         return torch.tensor(self.schedule.work, dtype=torch.int32)
 
-    def words(self, row: Row) -> list[int]:
+    def words(self, number: int) -> list[int]:
+        """The words of one row; rows are encoded in their order."""
+        row, self._number = self.schedule.rows[number], number
         values = {"code": int(row.code), "r0": row.rows[0], "r1": row.rows[1], "copies": 1}
         values |= {name: ABSENT for name in ("src", "dst", "h", "delta1", "delta2", "rope")}
         if row.x is not None and row.code not in (Code.MLA_DECODE, Code.MOE_ROUTER):
-            values["x_pitch"] = x_pitch(row) if row.code != Code.MIX or "group" not in row.args else self._picks_pitch(row)
+            values["x_pitch"] = (
+                x_pitch(row) if row.code != Code.MIX or "group" not in row.args else self._picks_pitch(row)
+            )
         getattr(self, "_" + row.code.name.lower())(row, values)
         words = [0] * FIELD_WORDS
         for name, value in values.items():
@@ -113,7 +116,9 @@ class Encoder:
             scores = self.schedule.extras["scores"]
             values["n_bank"] = len(args["bank"])
             values["scores"] = scores.start + args["mix"] * self.schedule.shape.rows * MAX_BANK
-            call = next(c for c in self.schedule.recording.calls if c.op == "attn_res_norm" and c.outputs[0] == args["h"])
+            call = next(
+                c for c in self.schedule.recording.calls if c.op == "attn_res_norm" and c.outputs[0] == args["h"]
+            )
             values["weight2"] = self.address("weight", call.args["score_weight"])
             for i, view in enumerate(args["bank"]):
                 values[f"bank{i}"] = self.schedule.places[view.buffer.index].start
@@ -213,7 +218,9 @@ class Encoder:
         values["eps"] = float(row.args["eps"])
 
     def _flag(self, append: Row) -> int:
-        return self.schedule.extras["flags"].start + 16 * next(i for i, r in enumerate(self._appends) if r.calls == append.calls)
+        return self.schedule.extras["flags"].start + 16 * next(
+            i for i, r in enumerate(self._appends) if r.calls == append.calls
+        )
 
     def _mla_kv_append(self, row: Row, values: dict):
         self._view(values, "src", row.args["src"])
@@ -232,7 +239,11 @@ class Encoder:
 
     def _parts(self, decode: Row, values: dict):
         number = next(i for i, r in enumerate(self._decodes) if r.args["part"] == decode.args["part"])
-        values |= {"part": self.schedule.extras["part"].start, "ml": self.schedule.extras["ml"].start, "sub": 1 + number}
+        values |= {
+            "part": self.schedule.extras["part"].start,
+            "ml": self.schedule.extras["ml"].start,
+            "sub": 1 + number,
+        }
 
     def _mla_combine(self, row: Row, values: dict):
         args = row.args

@@ -33,7 +33,7 @@ ARGUMENTS = (
     "fields", "work", "words", "control", "tokens", "slots", "is_new", "seq_lens", "page_table", "next_tokens",
     "next_values", "trace",
 )  # fmt: skip
-NUMBERS = ("rows", "max_pages", "first_valid_slot", "in_flight")
+NUMBERS = ("rows", "first_row", "end_row", "first_moe", "max_pages", "first_valid_slot", "in_flight", "poll_ns")
 
 
 def launcher(shape: KernelShape):
@@ -44,7 +44,8 @@ def launcher(shape: KernelShape):
     def decode_step(
         fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
         seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
-        rows: Int32, max_pages: Int32, first_valid_slot: Int32, in_flight: Int32, limit_ns: Int64,
+        rows: Int32, first_row: Int32, end_row: Int32, first_moe: Int32, max_pages: Int32, first_valid_slot: Int32,
+        in_flight: Int32, poll_ns: Int32, limit_ns: Int64,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -55,20 +56,22 @@ def launcher(shape: KernelShape):
         batch = {
             "tokens": tokens, "slots": slots, "is_new": is_new, "seq_lens": seq_lens, "page_table": page_table,
             "next_tokens": next_tokens, "next_values": next_values, "max_pages": max_pages,
-            "first_valid_slot": first_valid_slot, "trace": trace, "in_flight": in_flight,
+            "first_valid_slot": first_valid_slot, "trace": trace, "in_flight": in_flight, "poll_ns": poll_ns,
+            "rows": rows,
+            "first_row": first_row, "end_row": end_row, "first_moe": first_moe,
         }  # fmt: skip
         tag = (ptx.ld_fresh_b32(control) + 1) * TAGS_A_LAUNCH
         sm = Sm(
             shape=shape, layout=layout, smem=smem, words=words, control=control, tag=tag,
-            deadline=ptx.now_ns() + limit_ns, block=block, thread=thread, warp=warp, lane=lane, group=ptx.opaque(lane // 4),
-            quad=ptx.opaque(lane % 4), batch=batch,
+            deadline=ptx.now_ns() + limit_ns, block=block, thread=thread, warp=warp, lane=lane,
+            group=ptx.opaque(lane // 4), quad=ptx.opaque(lane % 4), batch=batch,
         )  # fmt: skip
         _prepare(sm)
         if _enter(sm) != 0:
             if warp < CONSUMER_WARPS:
-                _consume(sm, fields, work + Int64(block) * Int64(rows) * 8, rows)
+                _consume(sm, fields, work + Int64(block) * Int64(rows) * 8)
             else:
-                stream(sm, fields, work + Int64(block) * Int64(rows) * 8, rows)
+                stream(sm, fields, work + Int64(block) * Int64(rows) * 8)
             ptx.bar_sync(2, THREADS)
             _leave(sm)
 
@@ -76,11 +79,12 @@ def launcher(shape: KernelShape):
     def launch(
         fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
         seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
-        rows: Int32, max_pages: Int32, first_valid_slot: Int32, in_flight: Int32, limit_ns: Int64, stream_handle: CUstream,
+        rows: Int32, first_row: Int32, end_row: Int32, first_moe: Int32, max_pages: Int32, first_valid_slot: Int32,
+        in_flight: Int32, poll_ns: Int32, limit_ns: Int64, stream_handle: CUstream,
     ):  # fmt: skip
         decode_step(
             fields, work, words, control, tokens, slots, is_new, seq_lens, page_table, next_tokens, next_values,
-            trace, rows, max_pages, first_valid_slot, in_flight, limit_ns,
+            trace, rows, first_row, end_row, first_moe, max_pages, first_valid_slot, in_flight, poll_ns, limit_ns,
         ).launch(
             grid=[shape.sms, 1, 1], block=[THREADS, 1, 1], smem=layout.end, stream=stream_handle, cooperative=True
         )  # fmt: skip
@@ -125,17 +129,18 @@ def _leave(sm: Sm):
     if sm.thread == 0:
         order = ptx.atomic_add(sm.control + 12, Int32(1))
         if order == sm.shape.sms - 1:
-            ptx.st_global_b32(sm.control, ptx.ld_fresh_b32(sm.control) + 1)
+            if sm.batch["end_row"] == sm.batch["rows"]:  # else the step goes on in the next launch, with the same tag
+                ptx.st_global_b32(sm.control, ptx.ld_fresh_b32(sm.control) + 1)
             ptx.st_global_b32(sm.control + 4, Int32(0))
             ptx.st_global_b32(sm.control + 12, Int32(0))
 
 
 @cute.jit
-def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
+def _consume(sm: Sm, fields: Int64, work: Int64):
     """The consumer warps: row after row, the next row's words on their way meanwhile."""
-    pos, turn, row = Int32(0), Int32(0), Int32(0)
-    low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
-    first, end = ptx.ld_row(work)
+    pos, turn, row, rows = Int32(0), Int32(0), sm.batch["first_row"], sm.batch["end_row"]
+    low, high = ptx.ld_row(fields + Int64(row) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
+    first, end = ptx.ld_row(work + Int64(row) * 8)
     while row < rows:
         following = ptx.select(row + 1 < rows, row + 1, row)
         next_low, next_high = ptx.ld_row(fields + Int64(following) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
@@ -147,9 +152,9 @@ def _consume(sm: Sm, fields: Int64, work: Int64, rows: Int32):
             if sm.warp == 0:
                 ptx.st_shared_v2_b32(region(sm, "row") + turn * (4 * FIELD_WORDS) + sm.lane * 8, low, high)
             sync(sm)
-            _mark(sm, row, rows, 0)
+            _mark(sm, row, 0)
             pos = _do(sm, f, pos, first, end)
-            _mark(sm, row, rows, 1)
+            _mark(sm, row, 1)
             turn = turn ^ 1
         low, high, first, end = next_low, next_high, next_first, next_end
         row += 1
@@ -199,10 +204,10 @@ def delay(sm: Sm, row: Int32):
 
 
 @cute.jit
-def _mark(sm: Sm, row: Int32, rows: Int32, which: cutlass.Constexpr):
+def _mark(sm: Sm, row: Int32, which: cutlass.Constexpr):
     if cutlass.const_expr(sm.shape.trace):
         if sm.thread == 0:
-            at = (Int64(sm.block) * Int64(rows) + Int64(row)) * 16 + which * 8
+            at = (Int64(sm.block) * Int64(sm.batch["rows"]) + Int64(row)) * 16 + which * 8
             ptx.st_global_b64(sm.batch["trace"] + at, ptx.now_ns())
 
 

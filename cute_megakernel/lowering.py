@@ -47,8 +47,10 @@ class Fuse:
             for call in recording.calls
             for name in ("raw_decay", "out_gate")
             if call.op.startswith("kda_gate") or call.op == "gated_rms_norm"
-            if isinstance(call.args.get(name), View) and call.args[name].start == 0
-            and recording.rows and self._is_small_linear(call.args[name].buffer)
+            if isinstance(call.args.get(name), View)
+            and call.args[name].start == 0
+            and recording.rows
+            and self._is_small_linear(call.args[name].buffer)
         }
         self._mixes_left = [c for c in recording.calls if c.op == "attn_res_norm"]
         self._scored: set[tuple[int, int]] = set()
@@ -274,7 +276,11 @@ class Fuse:
         row.x, row.reads, row.item_units = x, [x], per_head
         row.args = {"weight": weight, "image": "tiles", "kb": kb, "total": tiles(n), "batch_tiles": tiles(n)}
         row.args |= {"x_off": 2 * (call.args["x"].start - x.start), "epilogue": Epilogue.LOCAL, "n_valid": n}
-        row.args |= {"local": "gate" if weight.path.endswith("g_b") else "decay", "first": first, "dst": call.outputs[0]}
+        row.args |= {
+            "local": "gate" if weight.path.endswith("g_b") else "decay",
+            "first": first,
+            "dst": call.outputs[0],
+        }
         row.writes = [call.outputs[0]]
         self._add(row)
 
@@ -290,19 +296,39 @@ class Fuse:
         gate_view = None if norm.args["out_gate"].buffer.index in self._local else norm.args["out_gate"]
         fetched = [conv.args["x"], gate.args["raw_beta"], *([gate_view] if gate_view is not None else [])]
         add(
-            Code.CAUSAL_CONV1D, conv, fetched, [*conv.outputs], src=conv.args["x"], weight=conv.args["weight"],
-            pool=conv.args["conv_window"], dst=conv.outputs[0], raw_beta=gate.args["raw_beta"], gate=gate_view,
-            A_log=gate.args["A_log"], dt_bias=gate.args["dt_bias"], norm=norm.args["weight"],
+            Code.CAUSAL_CONV1D,
+            conv,
+            fetched,
+            [*conv.outputs],
+            src=conv.args["x"],
+            weight=conv.args["weight"],
+            pool=conv.args["conv_window"],
+            dst=conv.outputs[0],
+            raw_beta=gate.args["raw_beta"],
+            gate=gate_view,
+            A_log=gate.args["A_log"],
+            dt_bias=gate.args["dt_bias"],
+            norm=norm.args["weight"],
         )
         add(
-            Code.KDA_GATE, gate, [], [*gate.outputs], bound=gate.args.get("lower_bound", 0.0),
-            dst=gate.outputs[0], beta=gate.outputs[1],
+            Code.KDA_GATE,
+            gate,
+            [],
+            [*gate.outputs],
+            bound=gate.args.get("lower_bound", 0.0),
+            dst=gate.outputs[0],
+            beta=gate.outputs[1],
         )
         pool = recurrent.args["state"]
         _, _, V, K = pool.shape
         add(Code.KDA_RECURRENT, recurrent, [], [*recurrent.outputs], 4 * V * K, pool=pool, dst=recurrent.outputs[0])
         add(
-            Code.GATED_RMS_NORM, norm, [], [*norm.outputs], eps=norm.args["eps"], dst=norm.outputs[0],
+            Code.GATED_RMS_NORM,
+            norm,
+            [],
+            [*norm.outputs],
+            eps=norm.args["eps"],
+            dst=norm.outputs[0],
         )
 
     # MLA
@@ -394,8 +420,10 @@ def split_rows(rows: list[Row], x_bytes: int, batch: int) -> list[Row]:
     """A row whose input does not fit for all batch rows at once is repeated for a few of them at a time."""
     result = []
     for row in rows:
-        fits = batch if row.x is None or row.code in (Code.MIX, Code.MLA_COMBINE) or row.args.get("x_local") else min(
-            batch, x_bytes // x_pitch(row)
+        fits = (
+            batch
+            if row.x is None or row.code in (Code.MIX, Code.MLA_COMBINE) or row.args.get("x_local")
+            else min(batch, x_bytes // x_pitch(row))
         )
         if fits < 1:
             raise ValueError(f"{row.name}: one row of its input takes {x_pitch(row)} bytes, there are {x_bytes}")

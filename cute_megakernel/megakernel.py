@@ -18,6 +18,7 @@ from cute_megakernel.encode import Encoder
 from cute_megakernel.images import image
 from cute_megakernel.recording import Pool, Weight, record_local_step, weight_paths
 from cute_megakernel.schedule import Schedule, make_schedule
+from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput
 from kimi_kernels.state import Batch, State
@@ -25,11 +26,13 @@ from kimi_kernels.weights import ModelWeights
 
 Tensor = torch.Tensor
 MAX_ROWS = 8
-DEFAULT_IN_FLIGHT = 6  # copies of 16 KiB on their way to an SM at most
+DEFAULT_IN_FLIGHT = 4  # copies on their way to an SM at most
+POLL_NS = 0  # between two looks at activations that are not there yet
 OVERLAP = 1 << 30
+NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has
 
 
-class MegakernelError(RuntimeError):
+class MegakernelError(BackendError):
     """A launch that could not finish; says which row of the table waited in vain, and where."""
 
 
@@ -105,27 +108,51 @@ class Megakernel:
         self.fields = encoder.table().to(device)
         self.work = encoder.work().to(device)
         self._in_flight = in_flight or DEFAULT_IN_FLIGHT
+        self._poll_ns = POLL_NS
         self._limit_ns = int(limit_s * 1e9)
         self._launch = compiled(schedule.shape)
+        cutlass = importlib.import_module("cutlass")
+        self._int32, self._int64 = cutlass.Int32, cutlass.Int64
+        self._stream = importlib.import_module("cuda.bindings.driver").CUstream
 
     def step(self, tokens: Tensor, batch: Batch) -> StepOutput:
         """Runs one token of each row; `state` is updated in place. Raises ValueError for inputs of a wrong form."""
         self._check_inputs(tokens, batch)
-        cute, cuda = importlib.import_module("cutlass"), importlib.import_module("cuda.bindings.driver")
+        self._launch_rows(tokens, batch, 0, len(self.schedule.rows))
+        return StepOutput(self.next_tokens, self.logits)
+
+    def step_in_parts(self, tokens: Tensor, batch: Batch) -> StepOutput:
+        """`step` by many launches, one after the other: each starts where no SM needs what it held before.
+
+        For debugging, and as a proof: the bits are those of the one launch.
+        """
+        self._check_inputs(tokens, batch)
+        starts = self.schedule.part_starts()
+        for first, end in zip(starts, [*starts[1:], len(self.schedule.rows)], strict=True):
+            self._launch_rows(tokens, batch, first, end)
+        return StepOutput(self.next_tokens, self.logits)
+
+    def _launch_rows(self, tokens: Tensor, batch: Batch, first: int, end: int) -> None:
         pointers = (
             self.fields, self.work, self.words, self.control, tokens, batch.slots, batch.is_new, batch.seq_lens,
             batch.page_table, self.next_tokens, self.next_values, self.times,
         )  # fmt: skip
-        self._launch(
-            *(cute.Int64(tensor.data_ptr()) for tensor in pointers),
-            cute.Int32(len(self.schedule.rows)),
-            cute.Int32(batch.page_table.stride(0)),
-            cute.Int32(batch.first_valid_slot),
-            cute.Int32(min(self._in_flight, self.schedule.shape.slots)),
-            cute.Int64(self._limit_ns),
-            cuda.CUstream(torch.cuda.current_stream(self.words.device).cuda_stream),
+        numbers = (
+            len(self.schedule.rows),
+            first,
+            end,
+            self.schedule.lists_before(first),
+            batch.page_table.stride(0),
+            batch.first_valid_slot,
+            min(self._in_flight, self.schedule.shape.slots),
+            self._poll_ns,
         )
-        return StepOutput(self.next_tokens, self.logits)
+        self._launch(
+            *(self._int64(tensor.data_ptr()) for tensor in pointers),
+            *(self._int32(number) for number in numbers),
+            self._int64(self._limit_ns),
+            self._stream(torch.cuda.current_stream(self.words.device).cuda_stream),
+        )
 
     def check(self) -> None:
         """Waits for the device; raises MegakernelError if a launch gave up, and makes the instance usable again."""
@@ -144,6 +171,10 @@ class Megakernel:
             f"{self._limit_ns / 1e9:g} s for {[view.buffer.name for view in row.reads]}"
         )
 
+    def poison(self) -> None:
+        """Fills the workspace with NaN that no launch takes for its own; nothing of this instance may be running."""
+        self.words.fill_(NAN_WORD)
+
     def reset(self) -> None:
         """Forgets all launches; nothing of this instance may be running."""
         self.control.zero_()
@@ -156,6 +187,20 @@ class Megakernel:
         payload = words.reshape(buffer.rows, place.pitch, 2)[:, :, 0].contiguous()
         values = payload if buffer.dtype == torch.int32 else payload.view(buffer.dtype)
         return values[:, : buffer.width]
+
+    def handed_on(self, index: int) -> Tensor | None:
+        """`tap`, or the tensor that the buffer went to instead; None where no row hands it on."""
+        buffer = self.schedule.recording.buffers[index]
+        head = self.schedule.recording.calls[-1]
+        assert head.op == "argmax"
+        outside = {
+            head.args["logits"].buffer.index: self.logits,
+            head.outputs[0].index: self.next_tokens.unsqueeze(1),
+            head.outputs[1].index: self.next_values.unsqueeze(1),
+        }
+        if index in outside:
+            return outside[index]
+        return self.tap(index) if any(buffer in row.writes for row in self.schedule.rows) else None
 
     def _check_inputs(self, tokens: Tensor, batch: Batch) -> None:
         expected = {

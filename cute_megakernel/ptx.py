@@ -204,10 +204,7 @@ def mbarrier_arrive(addr: Int32):
 def mbarrier_arrive_lane0(addr: Int32, lane: Int32):
     """One arrival of the warp, behind all that its lanes read."""
     sync_warp()
-    text = (
-        "{ .reg .pred p; setp.eq.s32 p, {$r1}, 0;"
-        " @p mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}]; }"
-    )
+    text = "{ .reg .pred p; setp.eq.s32 p, {$r1}, 0; @p mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}]; }"
     inline_ptx(text, read_only_args=[addr, lane])
 
 

@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Buffer:
-    """An activation [rows, width] that one op call writes and later ones read; `index` is its place in the recording."""
+    """An activation [rows, width] that one op call writes and later ones read; `index`: its place in the recording."""
 
     index: int
     name: str
@@ -157,7 +157,9 @@ class Recorder:
         spec = OPS[op]
         named = dict(zip(spec.args, args, strict=True))
         dims = validate(op, **named)
-        act = next((t.dtype for n, t in named.items() if str(spec.args[n]).endswith(" act") and torch.is_tensor(t)), None)
+        act = next(
+            (t.dtype for n, t in named.items() if str(spec.args[n]).endswith(" act") and torch.is_tensor(t)), None
+        )
         outputs = tuple(_output(want, dims, act) for want in spec.outputs.values())
         outputs = self._gather(named, outputs)
         place = self._locator.locate(args) if self._locator else Place(None, op)

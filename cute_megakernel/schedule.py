@@ -42,6 +42,23 @@ class Schedule:
     def mixes(self) -> int:
         return sum(call.op == "attn_res_norm" for call in self.recording.calls)
 
+    def part_starts(self) -> list[int]:
+        """Rows at which a launch may begin: what the SMs hold in shared memory before is not needed from there on."""
+        starts, experts = [], False
+        for number, row in enumerate(self.rows):
+            if (
+                row.code in (Code.MIX, Code.BANK_SCORES)
+                and not experts
+                and (not row.item_units or row.args["first"] == 0)
+            ):
+                starts.append(number)
+            experts = row.code == Code.MOE_ROUTER or (experts and row.code != Code.MOE_DOWN)
+        return starts
+
+    def lists_before(self, number: int) -> int:
+        """Lists of experts made by rows before row `number`."""
+        return sum(row.code == Code.MOE_ROUTER for row in self.rows[:number])
+
     def streamed_bytes(self, sm: int) -> int:
         """Bytes that the SM streams, but for the experts, which the router decides."""
         units = zip(self.rows, self.work[sm], strict=True)

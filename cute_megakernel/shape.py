@@ -5,14 +5,15 @@ from dataclasses import dataclass
 CONSUMER_WARPS = 16
 CONSUMERS = CONSUMER_WARPS * 32
 THREADS = CONSUMERS + 32  # one more warp streams
-SLOT_BYTES = 16384
+SLOT_BYTES = 20480  # two pieces of up to 20 bfloat16 blocks
+STATE_BYTES = 16384  # of a recurrent state in one slot
 SHARED_BYTES = 232448  # most that a block may have, sm_90 and sm_100
 FIELD_WORDS = 64  # words of a table row
 MAX_SPLITS = 32  # parts of a sequence in mla_decode
 SPLIT_TOKENS = 64
 DECODE_TOKENS = 128  # tokens that mla_decode scores at a time
 MAX_BANK = 8
-PAIRS = CONSUMER_WARPS // 2  # a slot of weights belongs to two warps, one piece each
+PAIRS = CONSUMER_WARPS // 2  # a slot of the ring belongs to two warps, one piece each; so many slots at most
 PICKS = 16  # experts of a batch row at most
 MAX_PICKS = 128  # distinct experts of one step
 
@@ -58,7 +59,7 @@ class Pieces:
 
     @classmethod
     def of(cls, kb: int, mxfp4: bool) -> "Pieces":
-        most = 14 if mxfp4 else 16  # blocks of half a slot
+        most = 14 if mxfp4 else SLOT_BYTES // 1024  # blocks of half a slot; MXFP4 fewer, for it is work to decode
         if kb <= most:
             return cls(kb, 1, most // kb)
         blocks = next(size for size in range(most, 0, -1) if kb % size == 0)
@@ -118,4 +119,4 @@ def most_slots(shape_without_slots: KernelShape) -> int:
     from dataclasses import replace
 
     used = SharedLayout.of(replace(shape_without_slots, slots=0)).end
-    return min(32, (SHARED_BYTES - -(-used // 128) * 128) // SLOT_BYTES)
+    return min(PAIRS, (SHARED_BYTES - -(-used // 128) * 128) // SLOT_BYTES)

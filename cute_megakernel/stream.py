@@ -5,25 +5,33 @@ No more than `in_flight` copies are on their way at a time: what the memory syst
 of other SMs (measured: a hand-over takes twice as long behind a full ring).
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Fields, Sm, address_of, region, ring_slot, slot_index, wait_barrier, wait_empty, wait_full
+from cute_megakernel.core import (
+    Fields,
+    Sm,
+    address_of,
+    region,
+    ring_slot,
+    slot_index,
+    wait_barrier,
+    wait_empty,
+    wait_full,
+)
 from cute_megakernel.rows import Code
-from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES
+from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, STATE_BYTES
 from cute_megakernel.stages.kda import is_new, slot_of_row
 from cute_megakernel.stages.moe_down import serves
 from cute_megakernel.stages.moe_gate_up import share
 
 
 @cute.jit
-def stream(sm: Sm, fields: Int64, work: Int64, rows: Int32):
-    pos = Int32(0)
-    row = Int32(0)
-    low, high = ptx.ld_row(fields + Int64(sm.lane) * 8)
-    first, end = ptx.ld_row(work)
+def stream(sm: Sm, fields: Int64, work: Int64):
+    pos, row, rows = Int32(0), sm.batch["first_row"], sm.batch["end_row"]
+    low, high = ptx.ld_row(fields + Int64(row) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
+    first, end = ptx.ld_row(work + Int64(row) * 8)
     while row < rows:
         following = ptx.select(row + 1 < rows, row + 1, row)
         next_low, next_high = ptx.ld_row(fields + Int64(following) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
@@ -55,7 +63,7 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int3
         slot = slot_of_row(sm, f, r)
         if (slot >= 0) & (is_new(sm, r) == 0):
             source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-            pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(SLOT_BYTES))
+            pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
     return pos
 
 
@@ -91,7 +99,7 @@ def _reserve(sm: Sm, pos: Int32, nbytes: Int32):
 @cute.jit
 def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
     """Two pieces a slot; where a tile of the next expert begins, the second comes from elsewhere."""
-    wait_barrier(sm, region(sm, "ids_ready"), f["sub"] & 1)
+    wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
     total, ppt = f["total"], f["ppt"]
     nbytes = f["piece"] * sm.shape.block_bytes
     low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
@@ -120,7 +128,7 @@ def _put_piece(sm: Sm, f: Fields, pos: Int32, at: Int32, place: Int32, piece: In
 
 @cute.jit
 def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
-    wait_barrier(sm, region(sm, "ids_ready"), f["sub"] & 1)
+    wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
     if first < end:
         pos = _pieces(sm, f, pos, first, end)
     if f["local"] != 0:
@@ -133,7 +141,7 @@ def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
 @cute.jit
 def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     """This SM's outputs of every expert, cut into pieces, two a slot."""
-    ppt, tpp, r0, r1 = f["ppt"], f["tpp"], f["r0"], f["r1"]
+    tpp, r0, r1 = f["tpp"], f["r0"], f["r1"]
     most, block_bytes = f["piece"] * tpp, sm.shape.block_bytes
     blocks = (end - first) * f["kb"]
     experts, side, left = ptx.ld_shared_b32(region(sm, "ids")), Int32(0), Int32(0)
@@ -155,7 +163,9 @@ def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
                     source = source + Int64(first * f["kb"] + done) * Int64(block_bytes)
                     last = (side == 1) | (left == 1)
                     ptx.mbarrier_expect_part(_full(sm, pos), size * block_bytes, last)
-                    ptx.bulk_copy(ring_slot(sm, pos) + side * (SLOT_BYTES // 2), source, size * block_bytes, _full(sm, pos))
+                    ptx.bulk_copy(
+                        ring_slot(sm, pos) + side * (SLOT_BYTES // 2), source, size * block_bytes, _full(sm, pos)
+                    )
                 ptx.sync_warp()
                 left -= 1
                 done += most

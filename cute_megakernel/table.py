@@ -1,17 +1,18 @@
 """The table in memory: 64 words a row for all SMs, and two words a row for each SM.
 
-    fields [rows, 64] int32      what the row does; 64-bit addresses take two words and start at an even place
-    work   [sms, rows, 2] int32  first and end unit of the SM; first = end: nothing to do
+fields [rows, 64] int32      what the row does; 64-bit addresses take two words and start at an even place
+work   [sms, rows, 2] int32  first and end unit of the SM; first = end: nothing to do
 """
 
 # "a/b": one word under two names, for rows of different codes
 NAMES = (
-    "code", "r0", "r1", "kind", "src", "src_pitch", "dst", "dst_pitch", "h/tap", "h_pitch/tap_pitch",
-    "delta1/gate", "delta2/gate_pitch", "width/n_valid", "x_pitch", "group/batch_tiles", "group_pad/x_batch",
-    "n_bank/kb", "scores/total", "pool_count/ppt", "page_size/piece", "x_off", "epilogue", "p0/scale", "p1", "eps", "local_at",
-    "local", "heads", "bank0/top_k", "bank1/experts", "bank2/copies", "bank3/copy_stride", "bank4/sub", "bank5/flag/tpp",
-    "bank6/part", "bank7/ml", "weight:", "", "weight2:", "", "norm:", "", "pool:", "", "pool_stride:", "",
-    "expert_stride/A_log:", "", "out:", "", "groups/group_tiles", "vocab_start", "rope/beta/magic", "rope_pitch/beta_pitch",
+    "code", "r0", "r1", "kind", "src", "src_pitch", "dst", "dst_pitch", "h/tap", "h_pitch/tap_pitch", "delta1/gate",
+    "delta2/gate_pitch", "width/n_valid", "x_pitch", "group/batch_tiles", "group_pad/x_batch", "n_bank/kb",
+    "scores/total", "pool_count/ppt", "page_size/piece", "x_off", "epilogue", "p0/scale", "p1", "eps", "local_at",
+    "local", "heads", "bank0/top_k", "bank1/experts", "bank2/copies", "bank3/copy_stride", "bank4/sub",
+    "bank5/flag/tpp", "bank6/part", "bank7/ml", "weight:", "", "weight2:", "", "norm:", "", "pool:", "",
+    "pool_stride:", "", "expert_stride/A_log:", "", "out:", "", "groups/group_tiles", "vocab_start",
+    "rope/beta/magic", "rope_pitch/beta_pitch",
 )  # fmt: skip
 FIELD = {name.rstrip(":"): i for i, names in enumerate(NAMES) for name in names.split("/") if name}
 WIDE = {name for names in NAMES if names.endswith(":") for name in names.rstrip(":").split("/")}

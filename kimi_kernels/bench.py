@@ -4,6 +4,7 @@ Each op runs at the shapes that one decode step gives it. It is compared with th
 only where that passes is it timed: one CUDA graph with a call per distinct input set, more than 220 MB in total so that
 L2 is cold (ops with too little data for that are marked warm), median of 15 replays. The read ceiling that the shares
 refer to is measured in the same run. A row that fails says why; the run goes on and ends with exit code 1.
+`--backend megakernel` measures layers and model of the fused kernel and of the Triton ops (`bench_megakernel.py`).
 """
 
 import argparse
@@ -20,11 +21,13 @@ import torch
 from rich.console import Console
 
 from kimi_kernels import bench_cases, bench_inputs, bench_timing
-from kimi_kernels.backends import BackendError, make_ops
+from kimi_kernels.backends import BackendError, check_megakernel, make_ops
 from kimi_kernels.bench_cases import Case, step_cases
 from kimi_kernels.bench_layers import chain_specs
+from kimi_kernels.bench_megakernel import NAME as FUSED
+from kimi_kernels.bench_megakernel import FusedBench
 from kimi_kernels.bench_peers import PEERS
-from kimi_kernels.bench_rows import Bench, Row
+from kimi_kernels.bench_rows import OURS, Bench, Row
 from kimi_kernels.bench_timing import read_ceiling, time_graph
 from kimi_kernels.commands import UsageError
 from kimi_kernels.commands.common import add_tp_argument, plain_table, positive
@@ -40,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--layers", action=argparse.BooleanOptionalAction, help="time whole layers too (default: without --ops)"
     )
+    parser.add_argument(
+        "--backend", choices=(OURS, FUSED), default=OURS, help=f"{FUSED}: layers and model only (default {OURS})"
+    )
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="time other packages")
     parser.add_argument("--seed", type=int, help="of the random inputs (default: a fresh one)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the JSON there, after every row")
@@ -53,6 +59,8 @@ def run(args: argparse.Namespace) -> dict:
     cases = pick_cases(step_cases(config, args.tp, args.rows, args.context), args.ops)
     if not torch.cuda.is_available():
         raise BackendError("bench needs a CUDA GPU, and torch sees none here")
+    if args.backend == FUSED:
+        check_megakernel("cuda", config.dtype, args.rows)
     seed = int.from_bytes(os.urandom(4), "big") if args.seed is None else args.seed
     result = {**describe_run(args, seed), "passed": False, "failure": "not finished", "results": []}
     progress = Console(stderr=True, highlight=False)
@@ -74,11 +82,14 @@ def run(args: argparse.Namespace) -> dict:
     bench = Bench(
         config, args.tp, args.rows, args.context, make_ops("triton", "cuda"), generator, time_graph, ceiling, report
     )
-    for case in cases:
-        bench.measure_op(case, PEERS.get(case.op, ()) if args.peers else ())
-    if args.layers or (args.layers is None and args.ops is None):
-        for spec in chain_specs(config, args.tp):
-            bench.measure_layer(spec)
+    if args.backend == FUSED:
+        FusedBench(bench).measure()
+    else:
+        for case in cases:
+            bench.measure_op(case, PEERS.get(case.op, ()) if args.peers else ())
+        if args.layers or (args.layers is None and args.ops is None):
+            for spec in chain_specs(config, args.tp):
+                bench.measure_layer(spec)
     result["machine_after"] = describe_clocks()
     failures += [f"{row.name} by {row.by}: {row.failure}" for row in bench.rows if row.failure]
     result |= {"passed": not failures, "failure": "\n".join(failures)}
@@ -151,7 +162,7 @@ def describe_run(args: argparse.Namespace, seed: int) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "packages": {name: _version(name) for name in ("triton", "fla-core")},
+        "packages": {name: _version(name) for name in ("triton", "fla-core", "nvidia-cutlass-dsl")},
         "commit": _command_output(
             "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"
         ),
@@ -160,6 +171,7 @@ def describe_run(args: argparse.Namespace, seed: int) -> dict:
         "tp": args.tp,
         "rows": args.rows,
         "context": args.context,
+        "backend": args.backend,
         "seed": seed,
         "inputs": bench_inputs.DISTRIBUTION,
         "cold_bytes": bench_cases.COLD_BYTES,

@@ -179,11 +179,17 @@ def _meta_layer(spec: ChainSpec, config: KimiConfig, tp: int) -> LayerWeights:
     """One layer without data and without the half that the chain leaves out."""
     layer = meta_weights(config, tp, layers=[_layer_index(spec, config)]).layers[0]
     if spec.sharded:
-        assert isinstance(layer.mlp, MoeWeights)
-        cut: dict[str, Any] = {name: _first_rows(getattr(layer.mlp, name), tp) for name in SHARDED}
-        layer = replace(layer, mlp=replace(layer.mlp, **cut))
+        layer = shard_moe(layer, tp)
     left_out: dict[str, Any] = ({} if spec.attention else {"attn": None}) | ({} if spec.moe else {"mlp": None})
     return replace(layer, **left_out)
+
+
+def shard_moe(layer: LayerWeights, tp: int) -> LayerWeights:
+    """The layer, without data, with 1/tp of the outputs of router and latent projections."""
+    if not isinstance(layer.mlp, MoeWeights):
+        return layer
+    cut: dict[str, Any] = {name: _first_rows(getattr(layer.mlp, name), tp) for name in SHARDED}
+    return replace(layer, mlp=replace(layer.mlp, **cut))
 
 
 def _full_moe(config: KimiConfig, tp: int) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ Timer = Callable[[Callable[[], object], int], Timing]
 class Row:
     """One measurement. Without a time it says why: `failure`, or `missing` for a peer that is not installed."""
 
-    kind: str  # "op" | "peer" | "layer"
+    kind: str  # "op" | "peer" | "layer" | "model"
     name: str
     by: str
     bytes: int
@@ -70,6 +70,7 @@ class Bench:
         self.context, self.ops, self.generator = context, ops, generator
         self.timer, self.ceiling, self.report = timer, ceiling, report
         self.rows: list[Row] = []
+        self.by = OURS
 
     def measure_op(self, case: Case, peers: tuple[Peer, ...] = ()) -> None:
         """One row of ours and one for each peer, on the same inputs."""
@@ -81,10 +82,10 @@ class Bench:
             row.worst_over_bound = check_op(case.op, function, *sets[0]).ratio
             self._time_calls(row, [partial(function, *args) for args in sets])
 
-        self._row(Row("op", case.name, OURS, case.nbytes, case.sets, case.cold), ours)
+        self.measure(Row("op", case.name, OURS, case.nbytes, case.sets, case.cold), ours)
         for peer in peers:
             row = Row("peer", case.name, peer.name, case.nbytes, case.sets, case.cold, note=peer.note)
-            self._row(row, partial(self._peer, case, peer, sets))
+            self.measure(row, partial(self._peer, case, peer, sets))
 
     def measure_layer(self, spec: ChainSpec) -> None:
         """One row for a chain of layers, microseconds and bytes of one layer."""
@@ -96,7 +97,7 @@ class Bench:
             chain.run(checked(self.ops), slice(0, 1))
             row.set_timing(self.timer(lambda: chain.run(self.ops), chain.count), self.ceiling)
 
-        self._row(Row("layer", spec.name, OURS, 0), ours)
+        self.measure(Row("layer", spec.name, OURS, 0), ours)
 
     def _peer(self, case: Case, peer: Peer, sets: list[tuple], row: Row) -> None:
         if not sets:
@@ -116,9 +117,10 @@ class Bench:
 
         row.set_timing(self.timer(work, len(calls)), self.ceiling)
 
-    def _row(self, row: Row, measure: Callable[[Row], None]) -> None:
+    def measure(self, row: Row, fill: Callable[[Row], None]) -> None:
+        """Lets `fill` measure into the row, whatever comes of it."""
         try:
-            measure(row)
+            fill(row)
         except PeerMissing as reason:
             row.missing = str(reason)
         except Exception as error:  # whatever one kernel does, the others are still measured

@@ -54,6 +54,11 @@ COMMANDS = {
         "run two backends op by op on the same inputs and check both against the error bound",
         "compare k3-mini --left reference --right triton --steps 4",
     ),
+    "trace": Command(
+        "kimi_kernels.commands.trace",
+        "run a step of the megakernel and say when each SM was at each row",
+        "trace k3-mini --output step.json",
+    ),
     "bench": Command(
         "kimi_kernels.bench",
         "time every op on the GPU, correctness first",

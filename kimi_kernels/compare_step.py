@@ -52,7 +52,7 @@ class StepReport:
         return not self.failure
 
 
-class _OverBound(Exception):
+class OverBound(Exception):
     """Ends the run; its text is the failure."""
 
 
@@ -71,11 +71,7 @@ def compare_step(
 
     `right_ops` replaces the namespace of backend `right`. Raises ValueError for tokens or steps that cannot run.
     """
-    if steps < 1 or not tokens:
-        raise ValueError(f"compare_step: needs at least one step and one token, got {steps} and {tokens}")
-    vocab = weights.embed.shape[0]
-    if bad := [token for token in tokens if not 0 <= token < vocab]:
-        raise ValueError(f"compare_step: token ids must be in [0, {vocab}), got {bad[:8]}")
+    check_feed("compare_step", tokens, steps, weights)
     report = StepReport()
     sides = {"left": (left, make_ops(left, device)), "right": (right, right_ops or make_ops(right, device))}
     pair = _Pair(sides, weights, report)
@@ -92,9 +88,18 @@ def compare_step(
             output = decoder.step(torch.tensor([token], device=device))
             token = int(output.tokens[0])
             report.steps += 1
-    except _OverBound as failure:
+    except OverBound as failure:
         report.failure = str(failure)
     return report
+
+
+def check_feed(caller: str, tokens: list[int], steps: int, weights: ModelWeights) -> None:
+    """Raises ValueError for tokens or steps that cannot run."""
+    if steps < 1 or not tokens:
+        raise ValueError(f"{caller}: needs at least one step and one token, got {steps} and {tokens}")
+    vocab = weights.embed.shape[0]
+    if bad := [token for token in tokens if not 0 <= token < vocab]:
+        raise ValueError(f"{caller}: token ids must be in [0, {vocab}), got {bad[:8]}")
 
 
 class _Pair:
@@ -128,7 +133,7 @@ class _Pair:
             setattr(entry, f"{side}_ratio", result.ratio)
             setattr(entry, f"{side}_where", f"{where}, {result.where}".removesuffix(", "))
         if result.failure:
-            raise _OverBound(f"{where}, {side} side ({backend}): {result.failure}")
+            raise OverBound(f"{where}, {side} side ({backend}): {result.failure}")
         return outputs
 
 

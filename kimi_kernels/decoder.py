@@ -5,15 +5,17 @@ is a GPU.
     tokens = decoder.generate([[1, 2, 3]], new=16).tokens
 
 A prompt is fed through decode steps, one token a step. On a GPU the Triton step is captured once, before the first
-token, and replayed for every token: a replay allocates, compiles and synchronises nothing.
+token, and replayed for every token: a replay allocates, compiles and synchronises nothing. So is the one launch of the
+megakernel.
 """
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from kimi_kernels.backends import make_ops
+from kimi_kernels.backends import check_megakernel, make_megakernel, make_ops
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput, decode_step
 from kimi_kernels.state import Batch, State
@@ -32,7 +34,10 @@ class Generated:
 
 
 class Decoder:
-    """`config` and `weights` are one rank's; `batch` sequences of at most `context` tokens each."""
+    """`config` and `weights` are one rank's; `batch` sequences of at most `context` tokens each.
+
+    `ops` replaces the namespace of `backend`; `kernel_options` go to the Megakernel of backend megakernel.
+    """
 
     def __init__(
         self,
@@ -43,13 +48,17 @@ class Decoder:
         context: int = 256,
         device: str = "cpu",
         ops=None,
+        kernel_options: dict | None = None,
     ):
         if batch < 1:
             raise ValueError(f"Decoder: batch must be at least 1, got {batch}")
         if context < 1 or context > config.max_positions:
             raise ValueError(f"Decoder: context must be in [1, {config.max_positions}], got {context}")
         self.config, self.weights, self.context = config, weights, context
-        self.ops = ops or make_ops(backend, device)
+        fused = backend == "megakernel"
+        if fused:
+            check_megakernel(device, config.dtype, batch)
+        self.ops: Any = None if fused else ops or make_ops(backend, device)
         pages = -(-context // PAGE_SIZE)
         layers = [layer.index for layer in weights.layers]
         self.state = State.zeros(config, batch, batch * pages, PAGE_SIZE, device, layers)
@@ -60,6 +69,7 @@ class Decoder:
             seq_lens=torch.zeros(batch, dtype=torch.int32, device=device),
             page_table=torch.arange(batch * pages, dtype=torch.int32, device=device).reshape(batch, pages),
         )
+        self.kernel = make_megakernel(config, weights, self.state, batch, **(kernel_options or {})) if fused else None
         self.use_graph = torch.device(device).type == "cuda" and backend != "reference"
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: StepOutput | None = None
@@ -109,12 +119,20 @@ class Decoder:
             if i == len(feed) - 1:
                 start = _now(device)
         seconds = (_now(device) - start) / max(1, new - 1)
+        self.check()
         if not all(bool(torch.isfinite(step).all()) for step in logits):
             raise ValueError("generate: the logits are not finite: weights or state hold NaN or infinities")
         tokens = torch.stack(chosen, dim=1).tolist() if chosen else [[] for _ in prompts]
         return Generated(tokens, torch.stack(logits), seconds if new > 1 else float("nan"))
 
+    def check(self) -> None:
+        """Waits for the device; raises MegakernelError if a launch of the megakernel could not finish."""
+        if self.kernel is not None:
+            self.kernel.check()
+
     def _run(self) -> StepOutput:
+        if self.kernel is not None:
+            return self.kernel.step(self.tokens, self.batch)
         return decode_step(self.ops, self.config, self.weights, self.state, self.batch, self.tokens)
 
     def _capture(self) -> None:

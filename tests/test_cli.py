@@ -274,10 +274,19 @@ BAD = {
         "invalid choice: 'cuda'",
     ),
     "megakernel": (
-        ("decode", "DIR", "--tokens", "1", "--new", "1", "--backend", "megakernel"),
-        "not built in this version; it needs an sm_90a GPU and the package nvidia-cutlass-dsl",
+        ("decode", "DIR", "--tokens", "1", "--new", "1", "--backend", "megakernel", "--device", "cpu"),
+        "backend megakernel needs an sm_90a or sm_100a GPU and the package nvidia-cutlass-dsl",
     ),
-    "compare with the megakernel": (("compare", "DIR", "--left", "megakernel"), "nvidia-cutlass-dsl"),
+    "compare with the megakernel": (
+        ("compare", "DIR", "--left", "megakernel", "--device", "cpu"),
+        "nvidia-cutlass-dsl",
+    ),
+    "trace without a GPU": (("trace", "DIR", "--device", "cpu"), "needs an sm_90a or sm_100a GPU"),
+    "trace of many rows": (("trace", "DIR", "--rows", "9"), "batch must be in [1, 8], got 9"),
+    "compare the megakernel with itself": (
+        ("compare", "DIR", "--left", "megakernel", "--right", "megakernel"),
+        "taps one side only",
+    ),
     "compare beyond the model": (("compare", "DIR", "--right", "reference", "--steps", "1025"), "the model has 1024"),
     "compare with a bad token": (("compare", "DIR", "--right", "reference", "--tokens", "999"), "got 999"),
     "directory in use": (("make-mini", "DIR", "--family", "k3"), "not empty"),

@@ -1,6 +1,7 @@
 """The independent oracle: transformers' own KimiLinearForCausalLM writes the checkpoint, chooses tokens and gives
 logits."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -135,6 +136,26 @@ def test_same_greedy_tokens_and_logits_within_the_composed_bound(written, case, 
     assert bool((distance <= exact.bound[start:]).all()), (
         f"{float((distance / exact.bound[start:]).max()):.3g} of the bound"
     )
+
+
+@pytest.mark.gpu
+def test_the_megakernel_chooses_the_tokens_of_transformers(written):
+    config, weights, tokens, _, _ = written(("wide", "bfloat16", 1))
+    decoder = Decoder(config, on_device(weights, "cuda"), "megakernel", context=128, device="cuda")
+    assert decoder.generate([PROMPT], NEW).tokens[0] == tokens
+
+
+def on_device(owner, device: str):
+    """The dataclass with every tensor in it, nested ones included, on `device`."""
+
+    def move(value):
+        if isinstance(value, tuple):
+            return tuple(move(item) for item in value)
+        if dataclasses.is_dataclass(value):
+            return on_device(value, device)
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
+    return dataclasses.replace(owner, **{f.name: move(getattr(owner, f.name)) for f in dataclasses.fields(owner)})
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] == "float32"], ids=lambda case: case[0])

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (exp, sigmoid)
+from cute_megakernel.core import exp, sigmoid
 
 
 @cute.jit

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, poll_pair, region, sync, word_address)
+from cute_megakernel.core import Fields, Sm, poll_pair, region, sync, word_address
 from cute_megakernel.shape import CONSUMERS
 
 NO_INDEX = 0x7FFFFFFF

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, float_of, poll_quads, rms_scale, sum_two, word_address)
+from cute_megakernel.core import Fields, Sm, address_of, float_of, poll_quads, rms_scale, sum_two, word_address
 from cute_megakernel.shape import CONSUMERS, MAX_BANK
 
 

@@ -12,8 +12,26 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, exp, first_own, float_of, poll_word, region, release, ring_slot, rms_scale, sigmoid, sync, wait_full, warp_sum, warp_sums, word_address)
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES
+from cute_megakernel.core import (
+    Fields,
+    Sm,
+    address_of,
+    exp,
+    first_own,
+    float_of,
+    poll_word,
+    region,
+    release,
+    ring_slot,
+    rms_scale,
+    sigmoid,
+    sync,
+    wait_full,
+    warp_sum,
+    warp_sums,
+    word_address,
+)
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, STATE_BYTES
 
 LOCAL = ("decay", "gate", "q", "k", "v", "log_decay", "o", "dt_bias", "norm")  # head_dim floats each, then two numbers
 L2_EPS = 1.0e-6
@@ -176,7 +194,7 @@ def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
     """Decay, predict, correct, read: value rows of the state over the warps, its key channels over the lanes."""
     K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
     per_lane = K // 32
-    slot_rows = min(SLOT_BYTES // (4 * K), K)
+    slot_rows = min(STATE_BYTES // (4 * K), K)
     slots = K // slot_rows
     warp_rows = slot_rows // CONSUMER_WARPS
     r, h = item // H, item % H
@@ -186,15 +204,14 @@ def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
         state[i] = Float32(0.0)
     if (slot >= 0) & (is_new(sm, r) == 0):
         for s in cutlass.range_constexpr(slots):
-            wait_full(sm, pos + s)
-            base = ring_slot(sm, pos + s) + sm.lane * (4 * per_lane)
+            wait_full(sm, pos)
+            base = ring_slot(sm, pos) + sm.lane * (4 * per_lane)
             for v in cutlass.range_constexpr(warp_rows):
                 _load_row(base + (sm.warp * warp_rows + v) * (4 * K), state, (s * warp_rows + v) * per_lane, per_lane)
-        sync(sm)  # all warps have read all slots
-        own = first_own(sm, pos)
-        if own < slots:
-            release(sm, pos + own)
-        pos += slots
+            sync(sm)  # all warps have read the slot
+            if first_own(sm, pos) == 0:
+                release(sm, pos)
+            pos += 1
     q, k, decay = _load_lane(sm, "q", per_lane), _load_lane(sm, "k", per_lane), _load_lane(sm, "log_decay", per_lane)
     qq, kk, kq = Float32(0.0), Float32(0.0), Float32(0.0)
     for i in cutlass.range_constexpr(per_lane):
@@ -278,6 +295,3 @@ def gated_rms_norm(sm: Sm, f: Fields, item: Int32):
                 y[i] = normed * sigmoid(ptx.ld_shared_f32(local(sm, "gate") + at))
             at = f["dst"] + r * f["dst_pitch"] + (h * K + column) // 2
             ptx.st_word(word_address(sm, at), ptx.pack_bf16(y[0], y[1]), sm.tag)
-
-
-

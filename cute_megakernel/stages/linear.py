@@ -12,9 +12,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, first_own, float_of, pass_by, poll_pair, region, release, ring_slot, sync, wait_full, word_address)
+from cute_megakernel.core import (
+    Fields,
+    Sm,
+    address_of,
+    first_own,
+    float_of,
+    pass_by,
+    poll_pair,
+    region,
+    release,
+    ring_slot,
+    sync,
+    wait_full,
+    word_address,
+)
 from cute_megakernel.rows import Epilogue
-from cute_megakernel.shape import PAIRS
 from cute_megakernel.stages.activation import situ, swiglu
 from cute_megakernel.stages.argmax import NO_INDEX, better, publish_best
 from cute_megakernel.stages.output_gate import output_gate
@@ -37,7 +50,7 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
         end = ((start + count - low) * ppt + tpp - 1) // tpp
         while 2 * own + (sm.warp & 1) < end:
             _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), low, start, count, turn, item)
-            own += PAIRS
+            own += sm.shape.slots
         sync(sm)
         place, row, half, mine = unit_of_thread(sm, count)
         if mine & (row < rows):

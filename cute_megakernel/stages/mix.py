@@ -5,9 +5,9 @@
     s = softmax mixture of bank rows and s                         attn_res_norm
     s = s / sqrt(mean(s^2) + eps) * norm                           rms_norm, attn_res_norm
 
-What a row lacks is skipped. Every SM computes all columns and stores its share of them: the sum as the new prefix `dst`,
-the result as `h`. The bank's part of the mixture needs nothing that is still being computed, so it is summed up before
-the wait for `src` and the deltas; its scores come from BANK_SCORES.
+What a row lacks is skipped. Every SM computes all columns and stores its share of them: the sum as the new prefix
+`dst`, the result as `h`. The bank's part of the mixture needs nothing that is still being computed, so it is summed up
+before the wait for `src` and the deltas; its scores come from BANK_SCORES.
 
 Rounding   as the ops one by one: sums to bfloat16 each, the result once
 """
@@ -17,7 +17,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, address_of, exp, float_of, poll_quads, poll_word, region, rms_scale, sum_two, word_address, word_at)
+from cute_megakernel.core import (
+    Fields,
+    Sm,
+    address_of,
+    exp,
+    float_of,
+    poll_quads,
+    poll_word,
+    region,
+    rms_scale,
+    sum_two,
+    word_address,
+    word_at,
+)
 from cute_megakernel.shape import CONSUMERS, MAX_BANK
 from cute_megakernel.table import FIELD
 
@@ -198,9 +211,7 @@ def _embed(sm: Sm, f: Fields, r: Int32, count: Int32, quads: cutlass.Constexpr, 
 
 
 @cute.jit
-def _score(
-    sm: Sm, f: Fields, count: Int32, quads: cutlass.Constexpr, s: cute.Tensor, weights: cute.Tensor
-) -> Float32:
+def _score(sm: Sm, f: Fields, count: Int32, quads: cutlass.Constexpr, s: cute.Tensor, weights: cute.Tensor) -> Float32:
     """Score of the prefix: of its normed row, by the row's own score weight."""
     squares, dot = Float32(0.0), Float32(0.0)
     for j in cutlass.range_constexpr(quads):

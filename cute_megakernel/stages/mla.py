@@ -1,7 +1,7 @@
 """mla_kv_append, mla_decode in parts, and the parts put together as the input of mla_expand_value.
 
-Up to 32 parts of a sequence, 64 tokens or more each, are attended to by different SMs, 16 heads at a time; how many, is
-a matter of the length of the sequence alone, so a row does not depend on its neighbours. A part leaves behind, per head,
+Up to 32 parts of a sequence, 64 tokens or more each, are attended to by different SMs, 16 heads at a time; how many is
+a matter of the length of the sequence alone, so a row does not depend on its neighbours. A part leaves, for each head,
 
     ml    largest score, sum of exp(score - largest)
     part  sum of exp(score - largest) * latent             both float32
@@ -14,7 +14,23 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, LOG2E, POLLS_BETWEEN_LOOKS, Sm, address_of, float_of, give_up, poll_pair, poll_word, region, rms_scale, sync, warp_max, warp_sum, word_address)
+from cute_megakernel.core import (
+    LOG2E,
+    POLLS_BETWEEN_LOOKS,
+    Fields,
+    Sm,
+    address_of,
+    float_of,
+    give_up,
+    poll_pair,
+    poll_word,
+    region,
+    rms_scale,
+    sync,
+    warp_max,
+    warp_sum,
+    word_address,
+)
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DECODE_TOKENS, MAX_SPLITS, SPLIT_TOKENS
 
 HEADS = 16  # of one unit
@@ -37,7 +53,9 @@ def split(length: Int32):
 @cute.jit
 def row_address(sm: Sm, f: Fields, r: Int32, position: Int32) -> Int64:
     """The cached row of a token; a page outside the pool counts as page 0."""
-    page = ptx.ld_table(sm.batch["page_table"] + (Int64(r) * Int64(sm.batch["max_pages"]) + position // f["page_size"]) * 4)
+    page = ptx.ld_table(
+        sm.batch["page_table"] + (Int64(r) * Int64(sm.batch["max_pages"]) + position // f["page_size"]) * 4
+    )
     page = ptx.select((page >= 0) & (page < f["pool_count"]), page, Int32(0))
     width = sm.shape.kv_lora_rank + sm.shape.qk_rope_dim
     return address_of(f, "pool") + (Int64(page) * f["page_size"] + position % f["page_size"]) * (2 * width)

@@ -2,10 +2,10 @@
 
     y[r] = sum over picks of topk_weights * (w2[expert] . m[r, pick])
 
-The experts of the step come one after the other in ascending order. A warp does a tile of one expert, scales it by the
-weight that each batch row gives that expert, and leaves it at the row's pick; at the end the picks of a row are added in
-their own order, so a row does not depend on what its neighbours picked. Rows that did not pick an expert read zeros for
-it.
+The experts of the step come one after the other in ascending order. A warp does a piece of one expert, scales it by
+the weight that each batch row gives that expert, and leaves it at the row's pick; at the end the picks of a row are
+added in their own order, so a row does not depend on what its neighbours picked. Rows that did not pick an expert read
+zeros for it.
 
 Rounding   float32 sums and weights, one rounding to bfloat16 at the end
 """
@@ -14,8 +14,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, Sm, first_own, pass_by, region, release, ring_slot, sync, wait_full, word_address)
-from cute_megakernel.shape import CONSUMERS, PAIRS, PICKS, SLOT_BYTES
+from cute_megakernel.core import (
+    Fields,
+    Sm,
+    first_own,
+    pass_by,
+    region,
+    release,
+    ring_slot,
+    sync,
+    wait_full,
+    word_address,
+)
+from cute_megakernel.shape import CONSUMERS, PICKS, SLOT_BYTES
 from cute_megakernel.stages.moe_router import NOT_PICKED
 from cute_megakernel.stages.tiles import add_sums, multiply, sums_address, unit_of_thread
 
@@ -45,7 +56,7 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
         if serves(sm, expert, r0, r1) != 0:
             while 2 * own + (sm.warp & 1) < done + per_expert:
                 _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), done, expert, tiles)
-                own += PAIRS
+                own += sm.shape.slots
             done += per_expert
     slots = (done + 1) // 2
     pass_by(sm, pos, own, slots)

@@ -1,6 +1,6 @@
-"""moe_gate_up and moe_gate_up_mxfp4 with the activation behind them: this SM's share of all tiles of the picked experts.
+"""moe_gate_up and moe_gate_up_mxfp4 with the activation behind them: this SM's share of the tiles of picked experts.
 
-The tiles of all distinct experts of the step, `total` an expert, are dealt out in equal ranges; which they are, is known
+The tiles of all distinct experts of the step, `total` an expert, are dealt out in equal ranges; which they are is known
 once the router has decided, to the streaming warp as well.
 
 Rounding   float32 sums; gate and up to bfloat16, the activation to bfloat16
@@ -11,7 +11,6 @@ from cutlass import Int32
 
 from cute_megakernel import ptx
 from cute_megakernel.core import Fields, Sm, first_own, pass_by, region, release, ring_slot, sync, wait_full
-from cute_megakernel.shape import PAIRS
 from cute_megakernel.stages.linear import activated
 from cute_megakernel.stages.moe_router import NOT_PICKED
 from cute_megakernel.stages.tiles import add_sums, multiply, put_sums, unit_of_thread, x_address
@@ -34,7 +33,7 @@ def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
         count = ptx.select(high - start < f["group_tiles"], high - start, f["group_tiles"])
         while 2 * own + (sm.warp & 1) < (start + count - low) * ppt:
             _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), turn * sm.shape.sums - (start - low) * ppt)
-            own += PAIRS
+            own += sm.shape.slots
         sync(sm)
         place, row, half, mine = unit_of_thread(sm, count)
         if mine & (row < rows):

@@ -3,7 +3,8 @@
     key = sigmoid(logit) + bias; the top_k largest, the lower id on ties; weight = score / (sum + 1e-20) * scaling
 
 A NaN score counts as 0. One warp does a batch row. The top_k-th largest of the 32 lanes' largest keys is a floor under
-the picks; the few keys that are not below it are listed and ranked by counting. Then the distinct experts are listed in ascending order, so that what an SM streams is the same for all SMs:
+the picks; the few keys that are not below it are listed and ranked by counting. Then the distinct experts are listed in
+ascending order, the same list in every SM:
 
     ids      number of distinct experts, then their ids
     slot_of  [expert of the list, batch row] which pick it is there, 255 where it is none
@@ -16,7 +17,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (Fields, POLLS_BETWEEN_LOOKS, Sm, address_of, float_of, give_up, region, sigmoid, sync, wait_barrier, warp_sum, word_address)
+from cute_megakernel.core import (
+    POLLS_BETWEEN_LOOKS,
+    Fields,
+    Sm,
+    address_of,
+    float_of,
+    give_up,
+    region,
+    sigmoid,
+    sync,
+    wait_barrier,
+    warp_sum,
+    word_address,
+)
 from cute_megakernel.shape import CONSUMERS, MAX_PICKS
 
 NOT_PICKED = 255
@@ -27,8 +41,9 @@ MAX_CANDIDATES = 64
 def moe_router(sm: Sm, f: Fields):
     per_lane = -(-sm.shape.num_experts // 32)
     words = -(-sm.shape.num_experts // 32)
-    if f["sub"] > 0:
-        wait_barrier(sm, region(sm, "ids_free"), (f["sub"] - 1) & 1)  # the streaming warp is done with the list before this one
+    before = f["sub"] - sm.batch["first_moe"]  # lists made in this launch
+    if before > 0:  # the streaming warp is done with the last one
+        wait_barrier(sm, region(sm, "ids_free"), (before - 1) & 1)
     if sm.warp < sm.shape.rows:
         _pick(sm, f, sm.warp, per_lane)
     if sm.thread < 2 * MAX_PICKS:
@@ -83,6 +98,8 @@ def _load_keys(sm: Sm, f: Fields, r: Int32, per_lane: cutlass.Constexpr, keys: c
         for j in cutlass.range_constexpr(per_lane):
             if ptx.float_bits(scores[j]) != sm.tag:
                 ready = Int32(0)
+        if ready == 0:
+            ptx.sleep_ns(sm.batch["poll_ns"])
         polls += 1
         if polls % POLLS_BETWEEN_LOOKS == 0:
             if give_up(sm, f.number) != 0:

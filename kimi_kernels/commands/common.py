@@ -10,13 +10,12 @@ import torch
 from rich import box
 from rich.table import Table
 
-from kimi_kernels.backends import BackendError, make_ops
+from kimi_kernels.backends import check_megakernel, make_ops
 from kimi_kernels.checkpoint import load_weights
 from kimi_kernels.commands import PROGRAM, UsageError
 from kimi_kernels.config import TP_SIZES, KimiConfig
 from kimi_kernels.weights import ModelWeights
 
-BACKENDS = ("reference", "triton", "megakernel")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tiktoken.model")
 
 
@@ -102,12 +101,12 @@ def pick_device(name: str) -> str:
     return name if name != "auto" else "cuda" if available else "cpu"
 
 
-def backend_ops(backend: str, device: str) -> SimpleNamespace:
-    """The ops of a backend; a note on stderr when Triton will be slow. Raises BackendError naming what is missing."""
+def backend_ops(backend: str, device: str, dtype: torch.dtype | None = None) -> SimpleNamespace | None:
+    """The ops of a backend, None for the megakernel; a note on stderr when Triton will be slow. Raises BackendError
+    naming what is missing."""
     if backend == "megakernel":
-        raise BackendError(
-            "backend megakernel is not built in this version; it needs an sm_90a GPU and the package nvidia-cutlass-dsl"
-        )
+        check_megakernel(device, dtype)
+        return None
     ops = make_ops(backend, device)
     if backend == "triton" and device == "cpu":
         reason = "device cpu" if torch.cuda.is_available() else "no CUDA device"

@@ -5,17 +5,17 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from kimi_kernels.commands import common
+from kimi_kernels.backends import BACKENDS
+from kimi_kernels.commands import UsageError, common
+from kimi_kernels.compare_fused import FUSED, compare_fused
 from kimi_kernels.compare_step import compare_step
 from kimi_kernels.hf_config import load_config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model_arguments(parser)
-    parser.add_argument(
-        "--left", choices=common.BACKENDS, default="reference", help="its outputs go on; default reference"
-    )
-    parser.add_argument("--right", choices=common.BACKENDS, default="triton", help="default triton")
+    parser.add_argument("--left", choices=BACKENDS, default="reference", help="its outputs go on; default reference")
+    parser.add_argument("--right", choices=BACKENDS, default="triton", help="default triton")
     parser.add_argument("--steps", type=common.positive, default=4, metavar="N", help="decode steps (default 4)")
     parser.add_argument(
         "--tokens", type=common.token_ids, default=[1], metavar="IDS", help="fed first, then greedy tokens (default 1)"
@@ -27,12 +27,13 @@ def run(args: argparse.Namespace) -> dict:
     local, layers = common.check_rank(args, config), common.pick_layers(args.layers, config)
     device = common.pick_device(args.device)
     common.check_tokens(args.tokens, args.steps, config)
+    if args.left == args.right == FUSED:
+        raise UsageError(f"--left and --right: {FUSED} taps one side only")
     for backend in sorted({args.left, args.right}):
-        common.backend_ops(backend, device)
+        common.backend_ops(backend, device, config.dtype)
     weights = common.read_weights(args, config, layers, device)
-    report = compare_step(
-        args.left, args.right, local, weights, args.tokens, args.steps, device, progress=not args.json
-    )
+    compare = compare_fused if FUSED in (args.left, args.right) else compare_step
+    report = compare(args.left, args.right, local, weights, args.tokens, args.steps, device, progress=not args.json)
     return {
         "passed": report.passed,
         "failure": report.failure or None,

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 
+from kimi_kernels.backends import BACKENDS
 from kimi_kernels.commands import PROGRAM, UsageError, common
 from kimi_kernels.decode_step import StepOutput
 from kimi_kernels.decoder import Decoder
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="text, encoded by the tokenizer in DIR")
     prompt.add_argument("--tokens", type=common.token_ids, metavar="IDS", help="token ids such as 1,2,3")
     parser.add_argument("--new", type=common.positive, required=True, metavar="N", help="tokens to generate")
-    parser.add_argument("--backend", choices=common.BACKENDS, default="triton", help="default triton")
+    parser.add_argument("--backend", choices=BACKENDS, default="triton", help="default triton")
 
 
 def run(args: argparse.Namespace) -> dict:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> dict:
         raise UsageError("the prompt has no tokens")
     positions = len(prompt) + args.new - 1  # the last new token is not fed back
     common.check_tokens(prompt, positions, config)
-    ops = common.backend_ops(args.backend, device)
+    ops = common.backend_ops(args.backend, device, config.dtype)
     weights = common.read_weights(args, config, layers, device)
     decoder = _ShowingDecoder(local, weights, args.backend, batch=1, context=positions, device=device, ops=ops)
     disable = True if args.json else None  # None: tqdm asks whether stderr is a terminal

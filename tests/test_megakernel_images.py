@@ -1,0 +1,159 @@
+"""Images decode back to the weights, bit for bit. The decoder here follows the layout documented in `images.py` and
+shares no code with it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cute_megakernel.images import MAX_SCALE, ImageError, image, mxfp4_blocks, paired, tiles
+from cute_megakernel.lowering import lower
+from cute_megakernel.megakernel import Images
+from cute_megakernel.recording import Weight, record_local_step
+from kimi_kernels.checkpoint import load_weights
+from kimi_kernels.compare import assert_same_bits
+from kimi_kernels.mini import make_mini
+
+BF16 = torch.bfloat16
+seeds = st.integers(0, 2**32 - 1)
+small = st.integers(1, 70)
+
+
+def bits(shape, seed: int) -> torch.Tensor:
+    """Every bfloat16 pattern may occur, NaN and infinities included."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16).view(BF16)
+
+
+def from_tiles(tiled: torch.Tensor, n: int, c: int) -> torch.Tensor:
+    """[..., N/8, C/32, 8, 32]: output 8t + i, input 32b + j at [t, b, i, j]; zeros beyond N and C."""
+    assert tiled.is_contiguous() and tiled.shape[-2:] == (8, 32)
+    rows, columns = torch.arange(tiled.shape[-4] * 8), torch.arange(tiled.shape[-3] * 32)
+    at = (rows[:, None] // 8, columns // 32, rows[:, None] % 8, columns % 32)
+    whole = tiled[(..., *at)]
+    padding = whole.clone().view(torch.int16)
+    padding[..., :n, :c] = 0
+    assert not padding.any()
+    return whole[..., :n, :c]
+
+
+def from_mxfp4(image_bytes: torch.Tensor, n: int, c: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> codes [..., N, C] and scales [..., N, C/32] of [..., N/8, C/64, 272] bytes."""
+    assert image_bytes.is_contiguous() and image_bytes.shape[-1] == 272
+    raw = image_bytes[..., :256].long().unflatten(-1, (8, 4, 2, 4))  # output, quad, half, byte
+    words = sum(raw[..., b] << (8 * b) for b in range(4))  # [..., N/8, C/64, 8, quad, half]
+    codes = torch.zeros(*words.shape, 8, dtype=torch.uint8)
+    for place in range(8):
+        pair, odd = divmod(place, 2)
+        half = words >> (16 * odd)
+        if pair < 3:
+            sign, size = half >> (15 - 3 * pair) & 1, half >> (6 - 3 * pair) & 7
+        else:
+            sign, size = half >> 14 & 1, (half >> 13 & 1) << 2 | half >> 10 & 3
+        codes[..., place] = sign << 3 | size
+    codes = codes.transpose(-2, -3).flatten(-3)  # [..., N/8, C/64, 8, 64]
+    codes = codes.transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    scales = image_bytes[..., 256:].unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
+    padding = codes.clone()
+    padding[..., :n, :c] = 0
+    assert not padding.any()
+    return codes[..., :n, :c], scales[..., :n, : -(-c // 32)]
+
+
+@given(n=small, c=small, batch=st.integers(1, 3), seed=seeds)
+def test_tiles_hold_the_weight(n, c, batch, seed):
+    weight = bits((batch, n, c), seed)
+    assert_same_bits(from_tiles(tiles(weight), n, c), weight)
+    assert_same_bits(from_tiles(image("expand", weight), n, c), weight)
+    assert_same_bits(from_tiles(image("tiles", weight[0]), n, c), weight[0])
+    assert_same_bits(from_tiles(image("experts", weight), n, c), weight)
+
+
+@given(n=small, c=small, heads=st.integers(1, 3), seed=seeds)
+def test_absorb_is_the_transpose_of_each_head(n, c, heads, seed):
+    weight = bits((heads, n, c), seed)
+    assert_same_bits(from_tiles(image("absorb", weight), c, n).transpose(-1, -2), weight)
+
+
+@given(n=small, c=small, seed=seeds)
+def test_paired_rows_alternate(n, c, seed):
+    weight = bits((2 * n, c), seed)
+    mixed = from_tiles(image("paired tiles", weight), 2 * n, c)
+    assert_same_bits(mixed[0::2], weight[:n], "gate")
+    assert_same_bits(mixed[1::2], weight[n:], "up")
+
+
+def random_mxfp4(shape: tuple, seed: int, high: int = MAX_SCALE + 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [..., N, C], packed and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
+    scales = torch.randint(0, high, (*shape[:-1], shape[-1] // 32), generator=generator, dtype=torch.uint8)
+    return codes, codes[..., 0::2] | codes[..., 1::2] << 4, scales
+
+
+@given(experts=st.integers(1, 3), n=small, groups=st.integers(1, 5), seed=seeds)
+def test_mxfp4_blocks_hold_codes_and_scales(experts, n, groups, seed):
+    codes, packed, scales = random_mxfp4((experts, n, 32 * groups), seed)
+    found, found_scales = from_mxfp4(image("experts", packed, scales), n, 32 * groups)
+    assert_same_bits(found, codes, "codes")
+    assert_same_bits(found_scales, scales, "scales")
+
+
+@given(n=small, groups=st.integers(1, 3), seed=seeds)
+def test_paired_experts_alternate_codes_and_scales(n, groups, seed):
+    codes, packed, scales = random_mxfp4((1, 2 * n, 32 * groups), seed)
+    found, found_scales = from_mxfp4(image("paired experts", packed, scales), 2 * n, 32 * groups)
+    for part, whole in ((found, codes), (found_scales, scales)):
+        assert_same_bits(part[:, 0::2], whole[:, :n], "gate")
+        assert_same_bits(part[:, 1::2], whole[:, n:], "up")
+
+
+def test_every_code_at_every_place_of_a_word():
+    for place in range(8):
+        codes = torch.zeros(16, 32, dtype=torch.uint8)
+        codes[:, place] = torch.arange(16)
+        packed = codes[:, 0::2] | codes[:, 1::2] << 4
+        found, _ = from_mxfp4(mxfp4_blocks(packed, torch.full((16, 1), 120, dtype=torch.uint8)), 16, 32)
+        assert_same_bits(found, codes)
+
+
+@given(scale=st.integers(MAX_SCALE + 1, 255), at=st.integers(0, 7))
+def test_scales_that_the_decoder_cannot_hold_are_refused(scale, at):
+    _, packed, scales = random_mxfp4((8, 32), 0)
+    scales[at, 0] = scale
+    with pytest.raises(ImageError, match=rf"above 2\^1 or NaN: got E8M0 code {scale}"):
+        image("experts", packed, scales)
+
+
+@pytest.mark.parametrize("family", ("k3", "kimi-linear"))
+def test_the_images_of_a_whole_model_are_its_weights(family, tmp_path):
+    """Parts of kv_b included, which the absorb and expand rows read."""
+    config = make_mini(tmp_path / family, family, seed=4)
+    weights = load_weights(tmp_path / family, config, progress=False)
+    images = Images(weights)
+    rows = [row for row in lower(record_local_step(config, weights, 1), 1 << 20, 132) if "image" in row.args]
+    assert {row.args["image"] for row in rows} >= {"tiles", "paired tiles", "absorb", "expand", "paired experts"}
+    for row in rows:
+        kind, weight, scale = row.args["image"], row.args["weight"], row.args.get("scale")
+        made = images.image(kind, weight, scale)
+        assert made is images.image(kind, weight, scale), "made once"
+        plain = read(images, weight)
+        n, c = plain.shape[-2:]
+        if kind.startswith("paired"):
+            plain = paired(plain)
+        if scale is not None:
+            codes = torch.stack([plain & 15, plain >> 4], dim=-1).flatten(-2)
+            assert_same_bits(from_mxfp4(made, n, 2 * c)[0], codes, row.name)
+        elif kind == "absorb":
+            assert_same_bits(from_tiles(made, c, n).transpose(-1, -2), plain, row.name)
+        else:
+            assert_same_bits(from_tiles(made, n, c), plain, row.name)
+
+
+def read(images: Images, weight: Weight) -> torch.Tensor:
+    """The part of the weight that the row reads."""
+    whole = images.plain(weight)
+    size = weight.shape
+    if len(size) == 3:
+        return whole.flatten()[weight.start :].as_strided(size, whole.stride(), weight.start)
+    return whole.flatten()[weight.start : weight.start + size[0] * size[1]].reshape(size)
