@@ -5,9 +5,9 @@ over. The two must agree for every outcome of the router and for every kind of b
     consumed(shape, f, code, part, outcome)    number of slots, as the stages count them
     walk(rows, sms, slots)                     raises where the two warps of an SM could wait for each other
 
-A slot belongs to two warps, which take its two pieces, and to no other. A warp does its slots in their order and waits
-for the others only behind all its pieces of a group of tiles, so it gives a slot back before one is needed that the
-ring could not hold beside it; only the state of a head is held whole.
+A slot belongs to two warps, which take its two pieces, or is read by all warps together, which is how the state of a head
+goes. A warp does its slots in their order and waits for others only behind all its pieces of a group of tiles, so it
+gives a slot back before one is needed that the ring could not hold beside it: one slot is enough.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from cute_megakernel.footprint import Part
 from cute_megakernel.rows import Code
-from cute_megakernel.shape import SLOT_BYTES, KernelShape
+from cute_megakernel.shape import STATE_BYTES, KernelShape
 from cute_megakernel.table_view import Fields
 
 BF16_BLOCK = 512
@@ -50,7 +50,7 @@ def streamed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Out
         return _pieces(tiles * f["kb"] * BF16_BLOCK, 2 * f["piece"] * f["tpp"] * BF16_BLOCK)
     if code == Code.KDA_RECURRENT:
         row = part.first // shape.kda_heads
-        return _pieces(4 * shape.kda_head_dim**2, SLOT_BYTES) if outcome.live[row] else []
+        return _pieces(4 * shape.kda_head_dim**2, STATE_BYTES) if outcome.live[row] else []
     if code == Code.MOE_GATE_UP:
         assert part.sm is not None
         first, end = share(part.sm, shape.sms, len(outcome.experts) * f["total"])
@@ -69,7 +69,7 @@ def _pieces(nbytes: int, per_slot: int) -> list[int]:
 def consumed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Outcome) -> int:
     """Slots that the consumers step over in the row."""
     if code == Code.KDA_RECURRENT:
-        slot_rows = min(SLOT_BYTES // (4 * shape.kda_head_dim), shape.kda_head_dim)
+        slot_rows = min(STATE_BYTES // (4 * shape.kda_head_dim), shape.kda_head_dim)
         return shape.kda_head_dim // slot_rows if outcome.live[part.first // shape.kda_heads] else 0
     pieces = 0
     if code == Code.LINEAR:
@@ -88,17 +88,11 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def held_at_once(code: Code, slots: int) -> int:
-    """Slots that the consumers need before they give any back: a head's state is read whole."""
-    return slots if code == Code.KDA_RECURRENT else min(slots, 1)
-
-
 @dataclass(frozen=True)
 class Step:
     """One row as the ring sees it on one SM; `router` is the list of experts that it makes, needs or frees."""
 
     slots: int
-    held: int = 1
     router: int = -1
     makes: bool = False
     frees: bool = False
@@ -108,14 +102,11 @@ class Step:
 def walk(steps: Sequence[Step], slots: int) -> str | None:
     """Runs the streaming warp against the consumers of one SM. -> what they are stuck at, None where they finish.
 
-    In a row both move slot by slot and never wait for each other if the ring has the slots that the consumers hold at
-    once; what is left to check are the list of experts, which the streaming warp needs, and its release, which the next
-    router needs.
+    In a row both move slot by slot and never wait for each other; what is left to check are the list of experts, which
+    the streaming warp needs, and its release, which the next router needs.
     """
     streaming, ready, freed, ahead = 0, -1, -1, 0  # next row of the stream, lists made and freed, slots filled
     for number, step in enumerate(steps):
-        if step.held > slots:
-            return f"{step.name}: the consumers hold {step.held} slots of {slots}"
         while streaming < len(steps):
             row = steps[streaming]
             if not row.makes and row.router > ready:

@@ -47,10 +47,7 @@ class TableView:
     def __init__(self, schedule: Schedule):
         self._subjects: list[tuple] = [("nothing", None)]  # address 0
         encoder = Encoder(schedule, self._address)
-        self.rows = []
-        for number, row in enumerate(schedule.rows):
-            encoder._number = number
-            self.rows.append(Fields(encoder.words(row), self._subjects))
+        self.rows = [Fields(encoder.words(number), self._subjects) for number in range(len(schedule.rows))]
 
     def _address(self, what: str, subject) -> int:
         if isinstance(subject, Pool) and what != "pool":

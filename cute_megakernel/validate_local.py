@@ -1,5 +1,5 @@
 """What rows hand on through the shared memory of an SM: x, the state of a head between the KDA rows, the list of
-experts."""
+experts. Where a launch may begin (`Schedule.part_starts`), nothing of that is left."""
 
 from collections import defaultdict
 
@@ -18,9 +18,11 @@ NEEDS = {  # what of an item must be on the SM, and what the row leaves there
 
 
 def check_local(schedule: Schedule, view: TableView) -> None:
-    memory = Memory(schedule)
+    memory, starts = Memory(schedule), set(schedule.part_starts())
     for number, (row, f) in enumerate(zip(schedule.rows, view.rows, strict=True)):
         where = label(number, row)
+        if number in starts:
+            memory.forget(where)
         parts = [
             Part(sm, *share[number]) for sm, share in enumerate(schedule.work) if share[number][0] < share[number][1]
         ]
@@ -45,6 +47,12 @@ class Memory:
         self.lists: list[object] = []  # expert ids of the routers so far
         self.free = True
         self.served: dict[object, list[tuple[int, int]]] = defaultdict(list)
+
+    def forget(self, where: str) -> None:
+        """A launch may begin here: whatever is in shared memory is lost."""
+        expect(self.free, where, "a launch may begin here, but the list of experts is in use")
+        self.x = [None] * self.schedule.shape.sms
+        self.items = [{} for _ in range(self.schedule.shape.sms)]
 
     def put_x(self, row: Row, f: Fields, parts: list[Part]) -> None:
         for part in parts:

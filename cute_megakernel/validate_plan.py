@@ -9,14 +9,15 @@ from cute_megakernel.shape import (
     CONSUMERS,
     MAX_BANK,
     MAX_PICKS,
+    PAIRS,
     PICKS,
     SHARED_BYTES,
     SLOT_BYTES,
+    STATE_BYTES,
     SharedLayout,
 )
 from cute_megakernel.table_view import Fields, TableView
 
-MAX_SLOTS = 32  # barriers of the ring
 MAX_EXPERTS = 1024  # bits of the router's map, one word a lane
 INT32 = range(-(2**31), 2**31)
 
@@ -25,10 +26,10 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
     shape = schedule.shape
     layout = SharedLayout.of(shape)
     expect(layout.end <= SHARED_BYTES, "shared memory", f"{layout.end} bytes are needed, {SHARED_BYTES} are there")
-    expect(2 <= shape.slots <= MAX_SLOTS, "ring", f"{shape.slots} slots, not 2 to {MAX_SLOTS}")
+    expect(1 <= shape.slots <= PAIRS, "ring", f"{shape.slots} slots, not 1 to {PAIRS}: each has two warps of its own")
     expect(1 <= shape.rows <= 8, "batch", f"{shape.rows} rows, not 1 to 8")
     dim = shape.kda_head_dim
-    slot_rows = min(SLOT_BYTES // (4 * dim), dim)
+    slot_rows = min(STATE_BYTES // (4 * dim), dim)
     fine = dim % 32 == 0 and dim <= 128 and slot_rows % CONSUMER_WARPS == 0 and dim % slot_rows == 0
     expect(fine, "kda", f"head dim {dim} does not divide over the warps")
     expect(

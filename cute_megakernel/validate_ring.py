@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from cute_megakernel.footprint import Part
-from cute_megakernel.ring import Outcome, Step, consumed, held_at_once, streamed, walk
+from cute_megakernel.ring import Outcome, Step, consumed, streamed, walk
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
 from cute_megakernel.schedule_error import expect, label
@@ -40,7 +40,7 @@ def _steps(schedule: Schedule, view: TableView, number: int, outcome: Outcome, k
     """The row on every SM; None where neither warp looks at it."""
     row, f, where = schedule.rows[number], view.rows[number], label(number, schedule.rows[number])
     if row.code == Code.MOE_ROUTER:
-        return [Step(0, 0, f["sub"], makes=True, name=where)] * schedule.shape.sms
+        return [Step(0, f["sub"], makes=True, name=where)] * schedule.shape.sms
     router = f["sub"] if row.code in EXPERT_ROWS else -1
     frees = row.code == Code.MOE_DOWN and f["local"] != 0
     sizes = f["kb"], f["total"], row.rows, row.code
@@ -54,8 +54,7 @@ def _steps(schedule: Schedule, view: TableView, number: int, outcome: Outcome, k
         if key not in steps:
             if (sizes, key) not in known:
                 known[sizes, key] = _slots(schedule, row, f, Part(sm, first, end), outcome, where)
-            slots = known[sizes, key]
-            steps[key] = Step(slots, held_at_once(row.code, slots), router, frees=frees, name=where)
+            steps[key] = Step(known[sizes, key], router, frees=frees, name=where)
         result.append(steps[key])
     return result
 

@@ -11,7 +11,7 @@ from cute_megakernel.lowering import expert_blocks, tiles
 from cute_megakernel.recording import Recording, View, record_step
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Place, Schedule, make_schedule
-from cute_megakernel.shape import CONSUMERS, PICKS, SLOT_BYTES, Pieces
+from cute_megakernel.shape import CONSUMERS, PICKS, Pieces
 from kimi_kernels.config import CONFIGS, TP_SIZES, ConfigError, KimiConfig
 
 
@@ -274,16 +274,8 @@ def wrong_weight(schedule: Schedule, rng: random.Random) -> None:
     schedule.rows[number] = dataclasses.replace(row, args={**row.args, "weight": weight})
 
 
-def small_ring(schedule: Schedule, rng: random.Random) -> None:
-    schedule.shape = dataclasses.replace(schedule.shape, slots=1)
-
-
-def ring_smaller_than_a_head(schedule: Schedule, rng: random.Random) -> None:
-    """The state of a head is read whole before any of it is given back."""
-    needed = 4 * schedule.shape.kda_head_dim**2 // SLOT_BYTES
-    if needed < 3:
-        raise NotHere
-    schedule.shape = dataclasses.replace(schedule.shape, slots=needed - 1)
+def no_ring(schedule: Schedule, rng: random.Random) -> None:
+    schedule.shape = dataclasses.replace(schedule.shape, slots=0)
 
 
 def large_ring(schedule: Schedule, rng: random.Random) -> None:
@@ -298,6 +290,6 @@ MUTATIONS = (
     lost_unit, unit_done_twice, shifted_units, lost_item, item_on_another_sm, lost_share_of_a_mix, lost_row,
     repeated_row, swapped_rows, row_before_its_input, short_place, overlapping_places, overlapping_extra, no_room,
     wrong_x, wrong_source, wrong_batch_rows, lost_bank_score, score_of_another_mix, reused_tag_of_parts,
-    list_not_given_back, lost_call, wrong_number, wrong_weight, small_ring, ring_smaller_than_a_head,
+    list_not_given_back, lost_call, wrong_number, wrong_weight, no_ring,
     large_ring, small_x,
 )  # fmt: skip

@@ -62,9 +62,3 @@ def test_the_stream_must_not_wait_for_a_router_behind_it():
     assert "waits for list 0" in str(walk([Step(9), expert, router], 2))
     again = Step(0, router=1, makes=True, name="next router")
     assert "never given back" in str(walk([router, dataclasses.replace(expert, frees=False), again], 4))
-
-
-def test_the_ring_holds_what_is_read_whole():
-    head = Step(4, held=4, name="state")
-    assert walk([Step(9), head, Step(2)], 4) is None
-    assert "hold 4 slots of 3" in str(walk([Step(9), head, Step(2)], 3))

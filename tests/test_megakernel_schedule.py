@@ -54,7 +54,7 @@ def real_cases(draw) -> Case:
     return Case(name, rows, tp, sms, tuple(sorted(layers)))
 
 
-@given(mini_cases(), st.integers(2, 11), st.integers(0, 99))
+@given(mini_cases(), st.integers(1, 8), st.integers(0, 99))
 def test_schedules_of_mini_models_are_proved(case, slots, seed):
     schedule = case.schedule()
     schedule.shape = dataclasses.replace(schedule.shape, slots=slots)
@@ -93,7 +93,6 @@ ALONE = {
     "lost_item": validate.check_local,
     "item_on_another_sm": validate.check_local,
     "wrong_x": validate.check_local,
-    "ring_smaller_than_a_head": lambda s, view: validate.check_ring(s, view, list(validate.router_outcomes(s, 0, 0))),
     "list_not_given_back": lambda s, view: validate.check_ring(s, view, list(validate.router_outcomes(s, 0, 0))),
 }
 
@@ -194,6 +193,15 @@ def test_an_sm_with_more_tiles_than_sums_is_refused():
     schedule = Case("kimi-linear-mini", 3, 1, 1).schedule()
     with pytest.raises(ScheduleError, match=r"18 tiles .*too many for one SM"):
         validate.validate(schedule)
+
+
+def test_no_launch_begins_between_batch_rows_that_share_a_list_of_experts():
+    """moe_down of a few batch rows at a time: the list of experts is in use until the last of them."""
+    schedule = Case("kimi-linear-48b", 8, 1, 132, (1,)).schedule()
+    downs = [n for n, row in enumerate(schedule.rows) if row.code == Code.MOE_DOWN]
+    assert len(downs) > 1
+    assert not set(range(downs[0], downs[-1] + 1)) & set(schedule.part_starts())
+    validate.validate(schedule)
 
 
 def test_tiles_of_more_pieces_than_sums_are_refused():
