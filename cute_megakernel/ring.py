@@ -3,10 +3,10 @@ over. The two must agree for every outcome of the router and for every kind of b
 
     streamed(shape, f, code, part, outcome)    bytes of each slot, as `stream.py` copies them
     consumed(shape, f, code, part, outcome)    number of slots, as the stages count them
-    walk(rows, sms, slots)                     raises where the two warps of an SM could wait for each other
+    walk(steps, slots)                         where stream and consumers of an SM would wait for each other for ever
 
-A slot belongs to two warps, which take its two pieces, or is read by all warps together, which is how the state of a head
-goes. A warp does its slots in their order and waits for others only behind all its pieces of a group of tiles, so it
+A slot belongs to two warps, which take its two pieces; the state of a head is read by all warps, one slot after the
+other. A warp does its slots in their order and waits for others only behind all its pieces of a group of tiles, so it
 gives a slot back before one is needed that the ring could not hold beside it: one slot is enough.
 """
 

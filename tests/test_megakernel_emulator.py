@@ -83,6 +83,7 @@ def assert_equal_steps(model: Model, emulator: Emulator, states: tuple[State, St
             assert_same_bits(getattr(a, name), getattr(b, name), f"layer {index} {name}")
 
 
+@settings(max_examples=max(1, 2 * settings().max_examples // 3))
 @given(
     family=st.sampled_from(FAMILIES),
     rows=st.integers(1, 3),
