@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import random
+from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedule_cases import BASES, MUTATIONS, Case, NotHere, fewest_sms
 
 from cute_megakernel.emulator import ORDERS, EmulationError, Emulator
-from cute_megakernel.footprint import split
+from cute_megakernel.footprint import Part, decode_units, split
+from cute_megakernel.rows import Code
+from cute_megakernel.shape import MAX_SPLITS
+from cute_megakernel.table_view import TableView
 from kimi_kernels.backends import make_ops
 from kimi_kernels.checkpoint import load_weights
 from kimi_kernels.cli import main
@@ -93,7 +97,7 @@ def assert_equal_steps(model: Model, emulator: Emulator, states: tuple[State, St
     data=st.data(),
 )
 def test_every_order_gives_the_bits_of_the_reference(models, family, rows, sms, order, seed, data):
-    """C08, C10: no stale word and no dependence on old contents; words that are not there yet are NaN."""
+    """Words that are not there yet are NaN, and so is the state that no row owns: neither reaches a result."""
     config, weights = models[family]
     lengths = data.draw(st.lists(st.sampled_from((1, 2, 17, 63, 64, 65, 130, 0)), min_size=rows, max_size=rows))
     new = data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
@@ -181,6 +185,41 @@ def test_wrong_arguments_are_refused(models):
 
 def test_parts_of_the_lengths_above_are_several():
     assert [split(length)[1] for length in (0, 1, 64, 65, 130)] == [0, 1, 1, 2, 3]
+
+
+# parts of a sequence (C15: counts that are right at one length only; C14: nothing to do)
+
+
+@given(st.integers(0, 200_000))
+@example(0)
+@example(1)
+@example(63)
+@example(64)
+@example(65)
+@example(1025)
+@example(131072)
+def test_parts_cover_a_sequence_of_any_length(length):
+    tokens, parts = split(length)
+    assert parts <= MAX_SPLITS and tokens % 8 == 0
+    assert (parts - 1) * tokens < length <= parts * tokens if length else parts == 0
+
+
+@pytest.mark.parametrize("sms", (1, 6, 132))
+def test_every_part_has_one_sm(sms):
+    schedule = Case("k3-mini", 3, 1, 6).schedule()
+    schedule.shape = dataclasses.replace(schedule.shape, sms=sms)
+    view = TableView(schedule)
+    f = next(f for f, row in zip(view.rows, schedule.rows, strict=True) if row.code == Code.MLA_DECODE)
+    lengths = (0, 1, 700)
+    parts = tuple(split(length)[1] for length in lengths)
+    units = Counter(
+        (which, r, head)
+        for sm in range(sms)
+        for which, r, heads in decode_units(schedule.shape, f, Part(sm, 0, 1, parts))
+        for head in heads
+    )
+    want = {(which, r, head) for r in range(3) for which in range(parts[r]) for head in range(2)}
+    assert set(units) == want and set(units.values()) == {1}
 
 
 # the command

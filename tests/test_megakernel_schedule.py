@@ -5,7 +5,6 @@ import random
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,13 @@ from hypothesis import strategies as st
 from schedule_cases import BASES, MUTATIONS, Case, NotHere, depends, fewest_sms, is_load, ranks_of
 
 from cute_megakernel import footprint, validate
-from cute_megakernel.footprint import Part
+from cute_megakernel.recording import record_local_step
 from cute_megakernel.rows import Code
-from cute_megakernel.schedule import Schedule
+from cute_megakernel.schedule import Schedule, make_schedule
 from cute_megakernel.schedule_error import ScheduleError
-from cute_megakernel.shape import MAX_SPLITS
 from cute_megakernel.validate import check_balance
 from kimi_kernels.config import CONFIGS
+from kimi_kernels.meta_weights import meta_weights
 
 ROOT = Path(__file__).parent.parent
 FEW = settings(max_examples=max(1, settings().max_examples // 3))
@@ -210,6 +209,26 @@ def test_tiles_of_more_pieces_than_sums_are_refused():
         validate.validate(Case("k3", 4, 1, 132, (0,)).schedule())
 
 
+def gathered_schedule(name: str, ranks: int, layers: tuple[int, ...]) -> Schedule:
+    """Router and latent projections cut over the ranks, each writing what all of them would."""
+    config, names = CONFIGS[name], ("router", "latent_down", "latent_up")
+    weights = meta_weights(config, ranks, layers=layers)
+    cut = []
+    for layer in weights.layers:
+        parts = {n: getattr(layer.mlp, n).chunk(ranks)[0].clone() for n in names if hasattr(layer.mlp, n)}
+        cut.append(dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, **parts)))
+    weights = dataclasses.replace(weights, layers=tuple(cut))
+    local = config.shard(ranks)
+    return make_schedule(record_local_step(local, weights, 1, gathered=dict.fromkeys(names, ranks)), local, 132)
+
+
+def test_copies_for_other_ranks_do_not_overlap():
+    """Outputs of a rank that are no whole tiles would be overwritten by the zeros behind the rank before."""
+    validate.validate(gathered_schedule("k3", 16, (0, 1)), outcomes=0)
+    with pytest.raises(ScheduleError, match="router, LINEAR.: writes words a second time"):
+        validate.validate(gathered_schedule("k3", 32, (1,)), outcomes=0)
+
+
 @given(mini_cases())
 def test_bytes_are_balanced(case):
     """Checked apart from the proof: within one unit where every block of heads is dealt out in one turn."""
@@ -226,41 +245,6 @@ def _first_block(schedule):
     """Rows of the first KDA block."""
     place = next((row.place for row in schedule.rows if row.code == Code.KDA_RECURRENT), None)
     return [row for row in schedule.rows if row.item_units and row.place == place]
-
-
-# parts of a sequence (C15: counts that are right at one length only; C14: nothing to do)
-
-
-@given(st.integers(0, 200_000))
-@example(0)
-@example(1)
-@example(63)
-@example(64)
-@example(65)
-@example(1025)
-@example(131072)
-def test_parts_cover_a_sequence_of_any_length(length):
-    tokens, parts = footprint.split(length)
-    assert parts <= MAX_SPLITS and tokens % 8 == 0
-    assert (parts - 1) * tokens < length <= parts * tokens if length else parts == 0
-
-
-@pytest.mark.parametrize("sms", (1, 6, 132))
-def test_every_part_has_one_sm(sms):
-    schedule = Case("k3-mini", 3, 1, 6).schedule()
-    schedule.shape = dataclasses.replace(schedule.shape, sms=sms)
-    view = validate.TableView(schedule)
-    f = next(f for f, row in zip(view.rows, schedule.rows, strict=True) if row.code == Code.MLA_DECODE)
-    lengths = (0, 1, 700)
-    parts = tuple(footprint.split(length)[1] for length in lengths)
-    units = Counter(
-        (which, r, head)
-        for sm in range(sms)
-        for which, r, heads in footprint.decode_units(schedule.shape, f, Part(sm, 0, 1, parts))
-        for head in heads
-    )
-    want = {(which, r, head) for r in range(3) for which in range(parts[r]) for head in range(2)}
-    assert set(units) == want and set(units.values()) == {1}
 
 
 # the two statements of one number
