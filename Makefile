@@ -4,7 +4,10 @@ TORCH ?= torch==2.13.0
 RUN := .venv/bin/
 OP ?=
 
-.PHONY: demo test test-gpu test-nightly lint bench sanitize size
+# what the engines of the SGLang tests need from their start; tests/sglang/engine_jobs.py has the same
+SGLANG_ENV := PYTHONPATH=$(CURDIR)/tests/sglang/shim TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
+
+.PHONY: demo test test-gpu test-sglang test-nightly lint bench sanitize size
 
 # the main job: MINI checkpoints of both families, decoded by the Triton ops and compared op by op with the reference
 demo: .venv/ready
@@ -23,6 +26,10 @@ test: .venv/ready-dev
 # on a machine with a GPU: its own torch and triton, no venv
 test-gpu:
 	$(PYTHON) -m pytest -m gpu $(if $(N),-n $(N) --dist worksteal)
+
+# SGLang's own engine on tiny checkpoints, in an environment of its own; it fails where SGLang cannot be installed
+test-sglang: .venv-sglang/ready
+	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest tests/sglang
 
 test-nightly: .venv/ready-dev
 	HYPOTHESIS_PROFILE=nightly $(RUN)python -m pytest -n 2
@@ -50,4 +57,8 @@ size:
 
 .venv/ready-dev: .venv/ready
 	$(RUN)pip install -q -e '.[dev]'
+	touch $@
+
+.venv-sglang/ready: pyproject.toml tests/sglang/install.sh tests/sglang/requirements.txt
+	PYTHON=$(PYTHON) TORCH=$(TORCH) sh tests/sglang/install.sh .venv-sglang
 	touch $@

@@ -1,10 +1,10 @@
-"""The decode step as one persistent CuTe DSL launch: `megakernel.Megakernel`. Imports without the DSL and without a GPU.
+"""The decode step as one persistent CuTe DSL launch: recorded from `decode_step`, scheduled, compiled, launched.
 
-    recording.py   the op calls of one step, from the one statement of it
-    lowering.py    calls -> rows: what is done together, in which order; `rows.py` says what a row is
-    schedule.py    rows, the share of each SM, and where every activation lives
-    encode.py      rows as the words of `table.py` that the kernel reads
-    images.py      weights in the order in which they are streamed
-    kernel.py      the launch; `core.py`, `stream.py` and `stages/` are its parts, `ptx.py` its instructions
-    megakernel.py  one instance: memory, compiled kernel, steps, errors
+recording.py   the op calls of one step, from the one statement of it
+lowering.py    calls -> rows: what is done together, in which order; `rows.py` says what a row is
+schedule.py    rows, the share of each SM, and where every activation lives
+encode.py      rows as the words of `table.py` that the kernel reads
+images.py      weights in the order in which they are streamed
+kernel.py      the launch; `core.py`, `stream.py` and `stages/` are its parts, `ptx.py` its instructions
+megakernel.py  one instance: memory, compiled kernel, steps, errors
 """

@@ -64,6 +64,11 @@ COMMANDS = {
         "time every op on the GPU, correctness first",
         "bench --config k3 --tp 8 --rows 1",
     ),
+    "serve-check": Command(
+        "kimi_kernels.commands.serve_check",
+        "run SGLang's engine without and with the flag and compare tokens, logprobs and speed",
+        "serve-check DIR --batch 4 --new 64",
+    ),
 }
 
 

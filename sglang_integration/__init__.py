@@ -1,1 +1,2 @@
-"""The SGLang plugin that will put the megakernel to work. Empty yet: this package holds its place in the layout."""
+"""SGLang plugin: whole decode steps behind `--enable-nvidia-megakernel`, single KDA ops behind
+`--linear-attn-decode-backend kimi_triton`. Importing needs neither SGLang nor torch."""

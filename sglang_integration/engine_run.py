@@ -1,0 +1,50 @@
+"""One engine, some rounds of prompts, one JSON result: `python -m sglang_integration.engine_run JOB.json RESULT.json`.
+
+A process of its own for each engine: an engine that shut down still holds device memory and plugin state.
+
+    job     {"engine": {arguments of sglang.Engine}, "rounds": [{"prompts": [[ids], ...], "new": [tokens of each]}]}
+    result  {"rounds": [{"tokens": [[ids], ...], "logprobs": [[...], ...], "cached": [tokens of each], "seconds": s}]}
+
+Decoding is greedy. A logprob is of the chosen token; `cached` counts prompt tokens that came from the prefix cache.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def run_job(job: dict) -> dict:
+    """Starts the engine, runs the rounds in order and shuts it down."""
+    from sglang_integration import compat
+
+    engine = compat.start_engine(job["engine"])
+    try:
+        return {"rounds": [_run_round(engine, round_) for round_ in job["rounds"]]}
+    finally:
+        engine.shutdown()
+
+
+def _run_round(engine, round_: dict) -> dict:
+    start = time.perf_counter()
+    outputs = engine.generate(
+        input_ids=round_["prompts"],
+        sampling_params=[{"temperature": 0, "max_new_tokens": new, "ignore_eos": True} for new in round_["new"]],
+        return_logprob=True,
+    )
+    seconds = time.perf_counter() - start
+    return {
+        "tokens": [output["output_ids"] for output in outputs],
+        "logprobs": [[entry[0] for entry in output["meta_info"]["output_token_logprobs"]] for output in outputs],
+        "cached": [output["meta_info"]["cached_tokens"] for output in outputs],
+        "seconds": seconds,
+    }
+
+
+def main(argv: list[str]) -> None:
+    job, result = map(Path, argv)
+    result.write_text(json.dumps(run_job(json.loads(job.read_text()))) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
