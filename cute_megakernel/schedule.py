@@ -52,7 +52,8 @@ class Schedule:
                 and (not row.item_units or row.args["first"] == 0)
             ):
                 starts.append(number)
-            experts = row.code == Code.MOE_ROUTER or (experts and row.code != Code.MOE_DOWN)
+            done = row.code == Code.MOE_DOWN and row.rows[1] == self.recording.rows  # of its batch rows, the last
+            experts = row.code == Code.MOE_ROUTER or (experts and not done)
         return starts
 
     def lists_before(self, number: int) -> int:

@@ -44,6 +44,11 @@ COMMANDS = {
         "generate tokens greedily and time them",
         "decode k3-mini --tokens 1,2,3 --new 16 --backend triton",
     ),
+    "emulate": Command(
+        "kimi_kernels.commands.emulate",
+        "generate tokens by the megakernel's schedule, run on the CPU",
+        "emulate k3-mini --tokens 1,2,3 --new 4",
+    ),
     "compare": Command(
         "kimi_kernels.commands.compare",
         "run two backends op by op on the same inputs and check both against the error bound",

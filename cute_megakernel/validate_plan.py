@@ -1,0 +1,137 @@
+"""What the kernel assumes about sizes: shared memory, loops over threads, alignment of words, int32 fields."""
+
+from cute_megakernel.lowering import BF16_BLOCK_BYTES
+from cute_megakernel.rows import STREAMED, Code, Epilogue, Row
+from cute_megakernel.schedule import Schedule
+from cute_megakernel.schedule_error import expect, label
+from cute_megakernel.shape import (
+    CONSUMER_WARPS,
+    CONSUMERS,
+    MAX_BANK,
+    MAX_PICKS,
+    PAIRS,
+    PICKS,
+    SHARED_BYTES,
+    SLOT_BYTES,
+    STATE_BYTES,
+    SharedLayout,
+)
+from cute_megakernel.table_view import Fields, TableView
+
+MAX_EXPERTS = 1024  # bits of the router's map, one word a lane
+INT32 = range(-(2**31), 2**31)
+
+
+def check_plan(schedule: Schedule, view: TableView) -> None:
+    shape = schedule.shape
+    layout = SharedLayout.of(shape)
+    expect(layout.end <= SHARED_BYTES, "shared memory", f"{layout.end} bytes are needed, {SHARED_BYTES} are there")
+    expect(1 <= shape.slots <= PAIRS, "ring", f"{shape.slots} slots, not 1 to {PAIRS}: each has two warps of its own")
+    expect(1 <= shape.rows <= 8, "batch", f"{shape.rows} rows, not 1 to 8")
+    dim = shape.kda_head_dim
+    slot_rows = min(STATE_BYTES // (4 * dim), dim)
+    fine = dim % 32 == 0 and dim <= 128 and slot_rows % CONSUMER_WARPS == 0 and dim % slot_rows == 0
+    expect(fine, "kda", f"head dim {dim} does not divide over the warps")
+    expect(
+        shape.rows * shape.top_k <= MAX_PICKS,
+        "router",
+        f"{shape.rows} rows of {shape.top_k} experts are more than {MAX_PICKS}",
+    )
+    expect(
+        shape.top_k <= PICKS and shape.num_experts <= MAX_EXPERTS,
+        "router",
+        "more picks or experts than it has room for",
+    )
+    for number, (row, f) in enumerate(zip(schedule.rows, view.rows, strict=True)):
+        where = label(number, row)
+        expect(all(word in INT32 for word in f.words), where, "a field does not fit 32 bits")
+        expect(0 <= row.rows[0] < row.rows[1] <= shape.rows, where, f"serves batch rows {row.rows} of {shape.rows}")
+        if row.code == Code.MIX:
+            _check_mix(schedule, row, f, where)
+        elif row.code in STREAMED:
+            _check_tiles(schedule, number, row, f, where)
+        elif row.code == Code.MOE_ROUTER:
+            same = (row.args["top_k"], row.args["experts"]) == (shape.top_k, shape.num_experts)
+            expect(same, where, "picks or experts are not those that the kernel is built for")
+        elif row.code == Code.MLA_DECODE:
+            pitch = 2 * (-(-(shape.kv_lora_rank + shape.qk_rope_dim) // 32) * 32) + 16
+            expect(16 * pitch <= shape.x_bytes, where, f"16 queries take {16 * pitch} of {shape.x_bytes} bytes")
+        elif row.code == Code.MLA_COMBINE:
+            used = (row.rows[1] - row.rows[0]) * f["x_pitch"]
+            expect(used <= shape.x_bytes, where, f"its heads take {used} of {shape.x_bytes} bytes")
+
+
+def _check_mix(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
+    shape, width = schedule.shape, f["width"]
+    used = (row.rows[1] - row.rows[0]) * f["x_pitch"]
+    expect(used <= shape.x_bytes, where, f"x takes {used} of {shape.x_bytes} bytes")
+    quads = -(-shape.hidden_size // (4 * CONSUMERS))
+    expect(
+        not f["kind"] or width <= 4 * CONSUMERS * quads,
+        where,
+        f"{width} columns, the threads hold {4 * CONSUMERS * quads}",
+    )
+    expect(width % 4 == 0 and f["group"] % 4 == 0 and f["group_pad"] % 4 == 0, where, "columns do not come in fours")
+    expect(width % f["group"] == 0 and f["group"] <= f["group_pad"], where, "groups do not fill the row")
+    expect(2 * (width // f["group"]) * f["group_pad"] <= f["x_pitch"], where, "a row of x runs into the next")
+    for name in ("src", "dst", "h", "delta1", "delta2"):
+        expect(f[name] < 0 or f[name] % 2 == 0, where, f"{name} starts inside a pair of words")
+    for name in ("src_pitch", "dst_pitch"):
+        expect(f[name] % 2 == 0, where, f"{name} is odd")
+    expect(f["n_bank"] <= MAX_BANK, where, f"{f['n_bank']} bank rows, at most {MAX_BANK}")
+
+
+def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: str) -> None:
+    """The loops over tiles and the areas for their sums."""
+    shape = schedule.shape
+    if row.code == Code.KDA_RECURRENT:
+        return
+    most = max(0, *(share[number][1] - share[number][0] for share in schedule.work))
+    if row.code == Code.MOE_GATE_UP:
+        most = -(-min(MAX_PICKS, shape.rows * shape.top_k, shape.num_experts) * f["total"] // shape.sms)
+    _check_pieces(schedule, f, most, where)
+    if row.code == Code.MOE_DOWN:
+        room = min(2 * shape.sums // (PICKS * f["ppt"]), CONSUMERS // (2 * shape.rows))
+        expect(most <= room, where, f"{most} tiles on an SM, sums of {room} have room")
+        padded = f["kb"] * (64 if shape.mxfp4 else 32)
+        expect(padded <= f["group_pad"], where, "weights reach past their inputs")
+    if row.code == Code.MOE_GATE_UP:
+        padded = -(-row.x.width // 64) * 64
+        expect(f["kb"] * (64 if shape.mxfp4 else 32) <= padded, where, "weights reach past their inputs")
+        expect(f["n_valid"] % 8 == 0, where, "outputs are no whole tiles")
+    if row.code != Code.LINEAR:
+        return
+    batches, padded = row.units // f["batch_tiles"], -(-row.x.width // 64) * 64
+    if row.item_units:
+        batches = 1
+        wraps = any(
+            a < b and a % f["total"] + (b - a) > f["total"] for a, b in (share[number] for share in schedule.work)
+        )
+        expect(not wraps, where, "an SM's tiles run over the end of the weights")
+    if not f["local"]:
+        last = f["x_off"] + (batches - 1) * f["x_batch"] + 64 * f["kb"]
+        expect(last <= 2 * padded, where, "weights reach past their inputs")
+    if batches > 1:
+        expect(f["n_valid"] == 8 * row.units, where, "heads of a number of outputs that is no multiple of 8")
+    if f["epilogue"] in (Epilogue.SITU, Epilogue.SWIGLU, Epilogue.OUTPUT_GATE, Epilogue.LOGITS):
+        expect(f["n_valid"] % 8 == 0, where, "outputs are no whole tiles")
+    if f["epilogue"] == Epilogue.OUTPUT_GATE:
+        expect(f["gate"] % 2 == 0 and f["gate_pitch"] % 2 == 0, where, "the gate starts inside a pair of words")
+
+
+def _check_pieces(schedule: Schedule, f: Fields, most: int, where: str) -> None:
+    """Tiles cut among warps: whole, two pieces in a slot, sums in their area, and the division by multiplication."""
+    shape, code = schedule.shape, f["code"]
+    block = BF16_BLOCK_BYTES if code == Code.LINEAR else shape.block_bytes
+    whole = f["piece"] * f["ppt"] == f["kb"] and (f["ppt"] == 1 or f["tpp"] == 1)
+    expect(whole, where, f"{f['ppt']} pieces of {f['piece']} blocks are no tile of {f['kb']}")
+    expect(2 * f["piece"] * f["tpp"] * block <= SLOT_BYTES, where, "two pieces do not fit a slot")
+    group, pieces = f["group_tiles"], most * f["ppt"]
+    if code != Code.MOE_DOWN:
+        expect(group > 0 and group % f["tpp"] == 0, where, f"{f['ppt']} pieces a tile: no tile fits the sums")
+        fits = group * f["ppt"] <= shape.sums and 2 * group * shape.rows <= CONSUMERS
+        expect(fits, where, f"{group} tiles do not fit the sums")
+    excess = f["magic"] * f["ppt"] - (1 << 20)
+    exact = 0 <= excess and pieces * excess < 1 << 20 and pieces * f["magic"] < 2**31
+    expect(exact, where, f"{pieces} pieces on an SM are too many to be divided by {f['ppt']}")
+    expect(pieces * f["piece"] * block < 2**31, where, "bytes of an SM do not fit 32 bits")
