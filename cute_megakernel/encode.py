@@ -63,6 +63,8 @@ class Encoder:
         shape, pieces = self.schedule.shape, Pieces.of(values["kb"], mxfp4)
         tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows))
         whole = tiles // pieces.tiles * pieces.tiles  # a piece never lies in two groups
+        if whole < 1:
+            raise ValueError(f"{shape.rows} rows: the {pieces.per_tile} pieces of a tile are too many for one SM")
         values |= {"piece": pieces.blocks, "ppt": pieces.per_tile, "tpp": pieces.tiles}
         values |= {"group_tiles": whole, "magic": -(-(1 << 20) // pieces.per_tile)}
 
@@ -157,6 +159,8 @@ class Encoder:
         copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
         if copies > 1:
             n = args["n_valid"]
+            if n % TILE_ROWS:
+                raise ValueError(f"{row.name}: {copies} ranks of {n} outputs each, {n} is no multiple of {TILE_ROWS}")
             values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
 
     def _moe_router(self, row: Row, values: dict):
