@@ -17,10 +17,15 @@ from cute_megakernel.rows import Code
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, THREADS, KernelShape, SharedLayout
 from cute_megakernel.stages.argmax import argmax
 from cute_megakernel.stages.bank_scores import bank_scores
-from cute_megakernel.stages.kda import causal_conv1d, gated_rms_norm, kda_gate, kda_recurrent
+from cute_megakernel.stages.causal_conv1d import causal_conv1d
+from cute_megakernel.stages.gated_rms_norm import gated_rms_norm
+from cute_megakernel.stages.kda_gate import kda_gate
+from cute_megakernel.stages.kda_recurrent import kda_recurrent
 from cute_megakernel.stages.linear import linear
 from cute_megakernel.stages.mix import mix
-from cute_megakernel.stages.mla import mla_combine, mla_decode, mla_kv_append
+from cute_megakernel.stages.mla_combine import mla_combine
+from cute_megakernel.stages.mla_decode import mla_decode
+from cute_megakernel.stages.mla_kv_append import mla_kv_append
 from cute_megakernel.stages.moe_down import moe_down
 from cute_megakernel.stages.moe_gate_up import moe_gate_up
 from cute_megakernel.stages.moe_router import moe_router

@@ -43,6 +43,33 @@ class Epilogue(IntEnum):
     LOGITS = 6  # to the logits tensor, with a running argmax
 
 
+# the code whose rows carry out an op; what a row of it does for the op is in the stage file of the code's or op's name
+HANDLERS = {
+    "embedding": Code.MIX,
+    "attn_res_norm": Code.MIX,
+    "rms_norm": Code.MIX,
+    "linear": Code.LINEAR,
+    "causal_conv1d": Code.CAUSAL_CONV1D,
+    "kda_gate_bounded": Code.KDA_GATE,
+    "kda_gate_softplus": Code.KDA_GATE,
+    "kda_recurrent": Code.KDA_RECURRENT,
+    "gated_rms_norm": Code.GATED_RMS_NORM,
+    "mla_kv_append": Code.MLA_KV_APPEND,
+    "mla_absorb_query": Code.LINEAR,
+    "mla_decode": Code.MLA_COMBINE,  # of parts that MLA_DECODE rows made
+    "mla_expand_value": Code.LINEAR,
+    "output_gate": Code.LINEAR,
+    "residual_add": Code.MIX,
+    "situ": (Code.LINEAR, Code.MOE_GATE_UP),
+    "swiglu": (Code.LINEAR, Code.MOE_GATE_UP),
+    "router_logits": Code.LINEAR,
+    "moe_router": Code.MOE_ROUTER,
+    "moe_gate_up": Code.MOE_GATE_UP,
+    "moe_gate_up_mxfp4": Code.MOE_GATE_UP,
+    "moe_down": Code.MOE_DOWN,
+    "moe_down_mxfp4": Code.MOE_DOWN,
+    "argmax": Code.ARGMAX,
+}
 STREAMED = (Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_RECURRENT)
 TILE_ROWS = 8  # outputs of one tile
 

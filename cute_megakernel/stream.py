@@ -22,7 +22,7 @@ from cute_megakernel.core import (
 )
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, STATE_BYTES
-from cute_megakernel.stages.kda import is_new, slot_of_row
+from cute_megakernel.stages.kda_head import is_new, slot_of_row
 from cute_megakernel.stages.moe_down import serves
 from cute_megakernel.stages.moe_gate_up import share
 

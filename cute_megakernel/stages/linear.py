@@ -28,9 +28,10 @@ from cute_megakernel.core import (
     word_address,
 )
 from cute_megakernel.rows import Epilogue
-from cute_megakernel.stages.activation import situ, swiglu
 from cute_megakernel.stages.argmax import NO_INDEX, better, publish_best
 from cute_megakernel.stages.output_gate import output_gate
+from cute_megakernel.stages.situ import situ
+from cute_megakernel.stages.swiglu import swiglu
 from cute_megakernel.stages.tiles import add_sums, multiply, put_sums, unit_of_thread, x_address
 
 MINUS_INF = float("-inf")

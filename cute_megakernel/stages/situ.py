@@ -1,7 +1,6 @@
-"""situ and swiglu on bfloat16 pairs: what follows a gate-up projection, in the registers of the thread that made it.
+"""situ on bfloat16 pairs: behind a gate-up projection, in the registers of the thread that made its sums.
 
-    situ    beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)
-    swiglu  gate * sigmoid(gate) * up
+    beta * tanh(gate / beta) * sigmoid(gate) * linear_beta * tanh(up / linear_beta)
 
 Source   DESIGN.md section 5; `triton_ops/situ.py` explains the tanh
 """
@@ -40,12 +39,3 @@ def situ(gate: Int32, up: Int32, beta: Float32, linear_beta: Float32) -> Int32:
 def _situ(gate: Float32, up: Float32, beta: Float32, linear_beta: Float32) -> Float32:
     gated = beta * tanh(ptx.div_full(gate, beta)) * sigmoid(gate)
     return gated * (linear_beta * tanh(ptx.div_full(up, linear_beta)))
-
-
-@cute.jit
-def swiglu(gate: Int32, up: Int32) -> Int32:
-    g0, g1 = ptx.low_bf16(gate), ptx.high_bf16(gate)
-    return ptx.pack_bf16(
-        g0 * sigmoid(g0) * ptx.low_bf16(up),
-        g1 * sigmoid(g1) * ptx.high_bf16(up),
-    )

@@ -1,10 +1,4 @@
-"""mla_kv_append, mla_decode in parts, and the parts put together as the input of mla_expand_value.
-
-Up to 32 parts of a sequence, 64 tokens or more each, are attended to by different SMs, 16 heads at a time; how many is
-a matter of the length of the sequence alone, so a row does not depend on its neighbours. A part leaves, for each head,
-
-    ml    largest score, sum of exp(score - largest)
-    part  sum of exp(score - largest) * latent             both float32
+"""mla_decode in parts: attention of 16 heads over one part of a sequence, scores on the tensor cores.
 
 Source   DESIGN.md section 5; the absorbed form of DeepSeek-V2 (arXiv 2405.04434), without rotary embedding
 """
@@ -19,90 +13,21 @@ from cute_megakernel.core import (
     POLLS_BETWEEN_LOOKS,
     Fields,
     Sm,
-    address_of,
     float_of,
     give_up,
-    poll_pair,
     poll_word,
     region,
-    rms_scale,
     sync,
     warp_max,
     warp_sum,
     word_address,
 )
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DECODE_TOKENS, MAX_SPLITS, SPLIT_TOKENS
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DECODE_TOKENS, MAX_SPLITS
+from cute_megakernel.stages.mla_cache import NO_SCORE, row_address, seq_len, split
 
 HEADS = 16  # of one unit
 WARP_HEADS = HEADS // CONSUMER_WARPS
 VALUE_TOKENS = 16
-NO_SCORE = -1.0e30
-
-
-@cute.jit
-def split(length: Int32):
-    """Tokens of a part, a multiple of 8, and the number of parts."""
-    parts = (length + SPLIT_TOKENS - 1) // SPLIT_TOKENS
-    parts = ptx.select(parts > MAX_SPLITS, Int32(MAX_SPLITS), parts)
-    parts = ptx.select(parts < 1, Int32(1), parts)
-    tokens = ((length + parts - 1) // parts + 7) // 8 * 8
-    tokens = ptx.select(tokens < 8, Int32(8), tokens)
-    return tokens, (length + tokens - 1) // tokens
-
-
-@cute.jit
-def row_address(sm: Sm, f: Fields, r: Int32, position: Int32) -> Int64:
-    """The cached row of a token; a page outside the pool counts as page 0."""
-    page = ptx.ld_table(
-        sm.batch["page_table"] + (Int64(r) * Int64(sm.batch["max_pages"]) + position // f["page_size"]) * 4
-    )
-    page = ptx.select((page >= 0) & (page < f["pool_count"]), page, Int32(0))
-    width = sm.shape.kv_lora_rank + sm.shape.qk_rope_dim
-    return address_of(f, "pool") + (Int64(page) * f["page_size"] + position % f["page_size"]) * (2 * width)
-
-
-def seq_len(sm: Sm, r: Int32) -> Int32:
-    return ptx.ld_table(sm.batch["seq_lens"] + Int64(r) * 4)
-
-
-@cute.jit
-def mla_kv_append(sm: Sm, f: Fields, r: Int32):
-    """One warp: RMSNorm of the latent, the extra dims as they are, to the last position of the sequence."""
-    L, width = sm.shape.kv_lora_rank, sm.shape.kv_lora_rank + sm.shape.qk_rope_dim
-    pairs = -(-width // 64)
-    if sm.warp == 0:
-        values = cute.make_rmem_tensor(pairs, Int32)
-        squares = Float32(0.0)
-        for j in cutlass.range_constexpr(pairs):
-            p = sm.lane + 32 * j
-            values[j] = Int32(0)
-            if p < width // 2:
-                values[j] = poll_word(sm, f.number, f["src"] + r * f["src_pitch"] + p, sm.tag)
-            if p < L // 2:
-                a, b = ptx.low_bf16(values[j]), ptx.high_bf16(values[j])
-                squares = squares + (a * a + b * b)
-        scale = rms_scale(warp_sum(squares), Float32(L), float_of(f, "eps"))
-        position = seq_len(sm, r) - 1
-        page = Int32(-1)
-        if position >= 0:
-            at = Int64(r) * Int64(sm.batch["max_pages"]) + position // f["page_size"]
-            page = ptx.ld_table(sm.batch["page_table"] + at * 4)
-        if (page >= 0) & (page < f["pool_count"]):
-            row = address_of(f, "pool") + (Int64(page) * f["page_size"] + position % f["page_size"]) * (2 * width)
-            for j in cutlass.range_constexpr(pairs):
-                p = sm.lane + 32 * j
-                word = values[j]
-                if p < L // 2:
-                    w = ptx.ld_table(address_of(f, "weight") + Int64(p) * 4)
-                    word = ptx.pack_bf16(
-                        ptx.low_bf16(word) * scale * ptx.low_bf16(w), ptx.high_bf16(word) * scale * ptx.high_bf16(w)
-                    )
-                if p < width // 2:
-                    ptx.st_global_b32(row + Int64(p) * 4, word)
-        ptx.fence_gpu()
-        ptx.sync_warp()
-        if sm.lane == 0:
-            ptx.st_word(word_address(sm, f["flag"] + r), Int32(0), sm.tag)
 
 
 @cute.jit
@@ -340,73 +265,3 @@ def _publish(sm: Sm, f: Fields, r: Int32, head: Int32, part: Int32, acc: cute.Te
                 at = f["part"] + ((r * heads + which) * MAX_SPLITS + part) * L + column
                 i = 2 * (s * half + h)
                 ptx.st_word_pair(word_address(sm, at), ptx.float_bits(acc[i]), ptx.float_bits(acc[i + 1]), tag)
-
-
-@cute.jit
-def mla_combine(sm: Sm, f: Fields, low: Int32, high: Int32):
-    """x <- o_latent of the heads that tiles [low, high) of the following row read, `group_pad` columns a head."""
-    if low < high:
-        first, end = low // f["groups"], (high - 1) // f["groups"] + 1
-        for r in range(f["r0"], f["r1"]):
-            _, parts = split(seq_len(sm, r))
-            for head in range(first, end):
-                _combine_head(sm, f, r, head, head - first, parts)
-
-
-@cute.jit
-def _combine_head(sm: Sm, f: Fields, r: Int32, head: Int32, place: Int32, parts: Int32):
-    L, heads = sm.shape.kv_lora_rank, sm.shape.mla_heads
-    tag = sm.tag + f["sub"]
-    x = region(sm, "x") + (r - f["r0"]) * f["x_pitch"] + place * f["group_pad"] * 2
-    top, total = Float32(NO_SCORE), Float32(0.0)
-    if sm.lane < parts:
-        at = f["ml"] + ((r * heads + head) * MAX_SPLITS + sm.lane) * 2
-        bits, sums = poll_pair(sm, f.number, at, tag)
-        top, total = ptx.bits_float(bits), ptx.bits_float(sums)
-    largest = warp_max(top)
-    weight = ptx.exp2_approx((top - largest) * LOG2E)
-    weight = ptx.select_f32(sm.lane < parts, weight, Float32(0.0))
-    denominator = warp_sum(weight * total)
-    weight = ptx.select_f32(sm.lane < parts, ptx.div_full(weight, denominator), Float32(0.0))
-    shares = region(sm, "sums") + sm.warp * 128
-    ptx.st_shared_f32(shares + sm.lane * 4, weight)
-    ptx.sync_warp()
-    pair = sm.thread
-    while pair < f["group_pad"] // 2:
-        a, b = Float32(0.0), Float32(0.0)
-        if pair < L // 2:
-            a, b = _sum_parts(sm, f, f["part"] + (r * heads + head) * MAX_SPLITS * L + 2 * pair, L, parts, tag, shares)
-        word = ptx.pack_bf16(a, b)
-        ptx.st_shared_b32(x + pair * 4, word)
-        if (f["dst"] >= 0) & (pair < L // 2):
-            ptx.st_word(word_address(sm, f["dst"] + r * f["dst_pitch"] + (head * L) // 2 + pair), word, sm.tag)
-        pair += CONSUMERS
-    ptx.sync_warp()
-
-
-@cute.jit
-def _sum_parts(sm: Sm, f: Fields, at: Int32, L: cutlass.Constexpr, parts: Int32, tag: Int32, shares: Int32):
-    """Two columns over all parts, eight loads on their way at a time; `shares` holds the weight of each part."""
-    a, b = Float32(0.0), Float32(0.0)
-    for first in range(0, parts, 8):
-        bits = cute.make_rmem_tensor(16, Int32)
-        tags = cute.make_rmem_tensor(16, Int32)
-        ready, polls = Int32(0), Int32(0)
-        while ready == 0:
-            ready = Int32(1)
-            for i in cutlass.range_constexpr(8):
-                part = ptx.select(first + i < parts, first + i, first)
-                address = word_address(sm, at + part * L)
-                bits[2 * i], tags[2 * i], bits[2 * i + 1], tags[2 * i + 1] = ptx.ld_word_pair(address)
-            for i in cutlass.range_constexpr(16):
-                if tags[i] != tag:
-                    ready = Int32(0)
-            polls += 1
-            if polls % POLLS_BETWEEN_LOOKS == 0:
-                if give_up(sm, f.number) != 0:
-                    ready = Int32(1)
-        for i in cutlass.range_constexpr(8):
-            if first + i < parts:
-                share = ptx.ld_shared_f32(shares + (first + i) * 4)
-                a, b = a + share * ptx.bits_float(bits[2 * i]), b + share * ptx.bits_float(bits[2 * i + 1])
-    return a, b
