@@ -266,6 +266,3 @@ def sigmoid(x: Float32) -> Float32:
 
 def rms_scale(sum_of_squares: Float32, count, eps: Float32) -> Float32:
     return ptx.rsqrt_approx(ptx.div_full(sum_of_squares, Float32(count)) + eps)
-
-
-__all__ = [name for name in dir() if not name.startswith("_") and name != "const_expr"]

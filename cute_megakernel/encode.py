@@ -7,9 +7,9 @@ import torch
 
 from cute_megakernel.lowering import pitch_bytes, x_pitch
 from cute_megakernel.recording import Buffer, Pool, View
-from cute_megakernel.rows import TILE_ROWS, Code, Row
+from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
-from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, PICKS, Pieces
+from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, Pieces
 from cute_megakernel.table import ABSENT, FIELD, WIDE
 
 Address = Callable[[str, object], int]  # (what, subject) -> device address
@@ -29,15 +29,14 @@ class Encoder:
 
     def table(self) -> torch.Tensor:
         """[rows, 64] int32"""
-        return torch.tensor([self.words(number) for number in range(len(self.schedule.rows))], dtype=torch.int32)
+        return torch.tensor([self.words(row) for row in self.schedule.rows], dtype=torch.int32)
 
     def work(self) -> torch.Tensor:
         """[sms, rows, 2] int32"""
         return torch.tensor(self.schedule.work, dtype=torch.int32)
 
-    def words(self, number: int) -> list[int]:
+    def words(self, row: Row) -> list[int]:
         """The words of one row; rows are encoded in their order."""
-        row, self._number = self.schedule.rows[number], number
         values = {"code": int(row.code), "r0": row.rows[0], "r1": row.rows[1], "copies": 1}
         values |= {name: ABSENT for name in ("src", "dst", "h", "delta1", "delta2", "rope")}
         if row.x is not None and row.code not in (Code.MLA_DECODE, Code.MOE_ROUTER):
@@ -63,8 +62,6 @@ class Encoder:
         shape, pieces = self.schedule.shape, Pieces.of(values["kb"], mxfp4)
         tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows))
         whole = tiles // pieces.tiles * pieces.tiles  # a piece never lies in two groups
-        if whole < 1:
-            raise ValueError(f"{shape.rows} rows: the {pieces.per_tile} pieces of a tile are too many for one SM")
         values |= {"piece": pieces.blocks, "ppt": pieces.per_tile, "tpp": pieces.tiles}
         values |= {"group_tiles": whole, "magic": -(-(1 << 20) // pieces.per_tile)}
 
@@ -159,8 +156,6 @@ class Encoder:
         copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
         if copies > 1:
             n = args["n_valid"]
-            if n % TILE_ROWS:
-                raise ValueError(f"{row.name}: {copies} ranks of {n} outputs each, {n} is no multiple of {TILE_ROWS}")
             values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
 
     def _moe_router(self, row: Row, values: dict):
@@ -181,9 +176,6 @@ class Encoder:
     def _moe_down(self, row: Row, values: dict):
         self._experts(row, values)
         values["group_pad"] = row.args["group_pad"]
-        most = max(end - first for first, end in (work[self._number] for work in self.schedule.work))
-        if most * values["ppt"] * PICKS > 2 * self.schedule.shape.sums:
-            raise ValueError(f"{row.name}: {most} tiles of {self.schedule.shape.rows} rows are too many for one SM")
         values["local"] = int(row.rows[1] == self.schedule.shape.rows)  # the list of experts is free again
 
     def _experts(self, row: Row, values: dict):
@@ -263,6 +255,3 @@ class Encoder:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
-
-
-__all__ = ["TILE_ROWS", "Address", "Encoder"]

@@ -7,8 +7,6 @@ Three passes, each over a plain list:
     load      a row whose input is not what the SM holds gets a load in front of it
 """
 
-from collections import defaultdict
-
 from cute_megakernel.recording import Buffer, Call, Recording, View, Weight
 from cute_megakernel.rows import TILE_ROWS, Code, Epilogue, Row
 
@@ -459,12 +457,3 @@ def load(rows: list[Row]) -> list[Row]:
             held = (row.x, row.rows)
         result.append(row)
     return result
-
-
-def consumers(rows: list[Row]) -> dict[int, list[int]]:
-    """Rows that read each buffer."""
-    users = defaultdict(list)
-    for number, row in enumerate(rows):
-        for view in row.reads:
-            users[view.buffer.index].append(number)
-    return users

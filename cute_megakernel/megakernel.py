@@ -18,6 +18,7 @@ from cute_megakernel.encode import Encoder
 from cute_megakernel.images import image
 from cute_megakernel.recording import Pool, Weight, record_local_step, weight_paths
 from cute_megakernel.schedule import Schedule, make_schedule
+from cute_megakernel.validate import validate
 from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput
@@ -64,7 +65,7 @@ class Megakernel:
     """`config`, `images` and `state` are one rank's; `rows` sequences of one token each, 1 to 8.
 
     `taps` hands on every op's output (`tap`), `delay_seed` makes every warp sleep at random, `trace` records times,
-    `limit_s` bounds the launch: no wait goes on beyond it.
+    `limit_s` bounds the launch: no wait goes on beyond it. Raises ScheduleError for a schedule that is not proved.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Megakernel:
         if schedule is None:
             slots, pages = _pool_sizes(state)
             schedule = make_schedule(record_local_step(config, images.weights, rows, slots, pages), config, sms)
+        validate(schedule)
         schedule.shape = replace(schedule.shape, delay_seed=delay_seed, trace=trace)
         self.schedule = schedule
         self.logits = torch.zeros(rows, images.weights.lm_head.shape[0], dtype=config.dtype, device=device)

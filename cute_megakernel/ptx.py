@@ -100,11 +100,6 @@ def ld_global_u8(addr: Int64) -> Int32:
     return inline_ptx("ld.global.nc.u8 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
 
 
-def ld_global_u16(addr: Int64) -> Int32:
-    text = "{ .reg .b16 h; ld.global.nc.u16 h, [{$r0}]; cvt.u32.u16 {$w0}, h; }"
-    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr])
-
-
 def ld_global_b64(addr: Int64) -> Int64:
     return inline_ptx("ld.global.nc.b64 {$w0}, [{$r0}];", write_only_types=[Int64], read_only_args=[addr])
 
@@ -424,6 +419,3 @@ def now_ns() -> Int64:
 
 def sleep_ns(ns: Int32):
     inline_ptx("nanosleep.u32 {$r0};", read_only_args=[ns])
-
-
-__all__ = [name for name in dir() if not name.startswith("_") and name not in ("Uint32", "cute")]

@@ -16,13 +16,14 @@ from types import SimpleNamespace
 import torch
 
 from kimi_kernels.backends import single_rank
-from kimi_kernels.checks import resolve, validate
+from kimi_kernels.checks import validate
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import decode_step
 from kimi_kernels.meta_weights import meta_weights
-from kimi_kernels.op_specs import DTYPE_CLASSES, OPS
-from kimi_kernels.places import Locator, Place
+from kimi_kernels.op_specs import OPS
+from kimi_kernels.places import Locator, Place, storage_id
 from kimi_kernels.state import Batch, State
+from kimi_kernels.traffic import meta_outputs, meta_tensor
 from kimi_kernels.weights import LayerWeights, ModelWeights
 
 Tensor = torch.Tensor
@@ -108,21 +109,21 @@ def record_local_step(
     weights = _without_data(weights)
     state = State.zeros(local, slots, slots, page_size, "meta", [layer.index for layer in weights.layers])
     batch = Batch(
-        slots=_meta(torch.int32, rows),
-        is_new=_meta(torch.bool, rows),
-        seq_lens=_meta(torch.int32, rows),
-        page_table=_meta(torch.int32, rows, 1),
+        slots=meta_tensor(torch.int32, rows),
+        is_new=meta_tensor(torch.bool, rows),
+        seq_lens=meta_tensor(torch.int32, rows),
+        page_table=meta_tensor(torch.int32, rows, 1),
     )
-    tokens = _meta(torch.int64, rows)
+    tokens = meta_tensor(torch.int64, rows)
     recorder = Recorder(rows, Locator(weights))
     recorder.recording.gathered = gathered or {}
-    recorder.name(batch, "batch")
-    recorder.names[_storage(tokens)] = "tokens"
+    recorder.name(batch)
+    recorder.names[storage_id(tokens)] = "tokens"
     for path, tensor in weight_paths(weights):
-        recorder.names[_storage(tensor)] = Weight(path, tuple(tensor.shape))
+        recorder.names[storage_id(tensor)] = Weight(path, tuple(tensor.shape))
     for index, layer_state in enumerate(state.layers):
         for name, pool in vars(layer_state).items():
-            recorder.names[_storage(pool)] = Pool(index, name, tuple(pool.shape))
+            recorder.names[storage_id(pool)] = Pool(index, name, tuple(pool.shape))
     decode_step(recorder.ops(), local, weights, state, batch, tokens)
     return recorder.recording
 
@@ -136,10 +137,11 @@ class Recorder:
         self._locator = locator
         self._keep: list[Tensor] = []  # storage ids stay unique while their tensors live
 
-    def name(self, owner, prefix: str):
+    def name(self, owner):
+        """Tensors of a dataclass go by the names of their fields."""
         for field_name, value in vars(owner).items():
             if isinstance(value, Tensor):
-                self.names[_storage(value)] = field_name
+                self.names[storage_id(value)] = field_name
 
     def ops(self) -> SimpleNamespace:
         return SimpleNamespace(**{op: partial(self._call, op) for op in OPS}, **single_rank())
@@ -149,7 +151,7 @@ class Recorder:
         width = tensor[0].numel() if tensor.shape[0] else 0
         buffer = Buffer(len(self.recording.buffers), name, tensor.shape[0], width, tensor.dtype)
         self.recording.buffers.append(buffer)
-        self.names[_storage(tensor)] = buffer
+        self.names[storage_id(tensor)] = buffer
         self._keep.append(tensor)
         return buffer
 
@@ -157,10 +159,7 @@ class Recorder:
         spec = OPS[op]
         named = dict(zip(spec.args, args, strict=True))
         dims = validate(op, **named)
-        act = next(
-            (t.dtype for n, t in named.items() if str(spec.args[n]).endswith(" act") and torch.is_tensor(t)), None
-        )
-        outputs = tuple(_output(want, dims, act) for want in spec.outputs.values())
+        outputs = meta_outputs(op, named, dims)
         outputs = self._gather(named, outputs)
         place = self._locator.locate(args) if self._locator else Place(None, op)
         index = len(self.recording.calls)
@@ -173,7 +172,7 @@ class Recorder:
 
     def _gather(self, named: dict, outputs: tuple) -> tuple:
         """Outputs of a weight that is cut over ranks, as wide as those of all ranks."""
-        weight = self.names.get(_storage(named["weight"])) if torch.is_tensor(named.get("weight")) else None
+        weight = self.names.get(storage_id(named["weight"])) if torch.is_tensor(named.get("weight")) else None
         ranks = self.recording.gathered.get(weight.path.split(".")[-1], 1) if isinstance(weight, Weight) else 1
         return outputs if ranks == 1 else (outputs[0].repeat(1, ranks),)
 
@@ -182,7 +181,7 @@ class Recorder:
             return [self._describe(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        known = self.names[_storage(value)]
+        known = self.names[storage_id(value)]
         if isinstance(known, Buffer):
             return View(known, value.storage_offset(), value[0].numel())
         if isinstance(known, Weight):
@@ -220,18 +219,3 @@ def _without_data(weights):
         elif isinstance(value, tuple) and value and isinstance(value[0], LayerWeights):
             changes[item.name] = tuple(_without_data(layer) for layer in value)
     return dataclasses.replace(weights, **changes)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _meta(dtype: torch.dtype, *dims: int) -> Tensor:
-    return torch.empty(dims, dtype=dtype, device="meta")
-
-
-def _output(want: str, dims: dict[str, int], act: torch.dtype | None) -> Tensor:
-    *shape, dtype_class = want.split()
-    dtype = act if dtype_class == "act" else DTYPE_CLASSES[dtype_class][0]
-    assert dtype is not None
-    return _meta(dtype, *(resolve(dim, dims) for dim in shape))

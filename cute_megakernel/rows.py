@@ -8,7 +8,7 @@ because it needs the result in its own shared memory.
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from cute_megakernel.recording import Buffer, Pool, View, Weight
+from cute_megakernel.recording import Buffer, View, Weight
 from kimi_kernels.places import Place
 
 
@@ -95,6 +95,3 @@ class Row:
         weight = self.args.get("weight")
         what = weight.path.split(".")[-1] if isinstance(weight, Weight) else self.code.name.lower()
         return f"{self.place} {what}"
-
-
-__all__ = ["STREAMED", "TILE_ROWS", "Code", "Epilogue", "Pool", "Row"]

@@ -2,7 +2,7 @@
 are free. It waits for nothing that is being computed, but for the router's choice of experts.
 
 No more than `in_flight` copies are on their way at a time: what the memory system has queued for an SM delays the words
-of other SMs (measured: a hand-over takes twice as long behind a full ring).
+that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md, megakernel).
 """
 
 import cutlass.cute as cute

@@ -9,7 +9,7 @@ NAMES = (
     "code", "r0", "r1", "kind", "src", "src_pitch", "dst", "dst_pitch", "h/tap", "h_pitch/tap_pitch", "delta1/gate",
     "delta2/gate_pitch", "width/n_valid", "x_pitch", "group/batch_tiles", "group_pad/x_batch", "n_bank/kb",
     "scores/total", "pool_count/ppt", "page_size/piece", "x_off", "epilogue", "p0/scale", "p1", "eps", "local_at",
-    "local", "heads", "bank0/top_k", "bank1/experts", "bank2/copies", "bank3/copy_stride", "bank4/sub",
+    "local", "", "bank0", "bank1", "bank2/copies", "bank3/copy_stride", "bank4/sub",
     "bank5/flag/tpp", "bank6/part", "bank7/ml", "weight:", "", "weight2:", "", "norm:", "", "pool:", "",
     "pool_stride:", "", "expert_stride/A_log:", "", "out:", "", "groups/group_tiles", "vocab_start",
     "rope/beta/magic", "rope_pitch/beta_pitch",

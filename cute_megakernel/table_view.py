@@ -47,7 +47,7 @@ class TableView:
     def __init__(self, schedule: Schedule):
         self._subjects: list[tuple] = [("nothing", None)]  # address 0
         encoder = Encoder(schedule, self._address)
-        self.rows = [Fields(encoder.words(number), self._subjects) for number in range(len(schedule.rows))]
+        self.rows = [Fields(encoder.words(row), self._subjects) for row in schedule.rows]
 
     def _address(self, what: str, subject) -> int:
         if isinstance(subject, Pool) and what != "pool":

@@ -19,6 +19,7 @@ from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import decode_step
 from kimi_kernels.meta_weights import meta_weights
 from kimi_kernels.op_specs import DTYPE_CLASSES, OPS
+from kimi_kernels.places import storage_id
 from kimi_kernels.state import Batch, State
 from kimi_kernels.traffic import PAGE_SIZE, OpCall, record_step
 from kimi_kernels.weights import ModelWeights
@@ -105,7 +106,7 @@ class _Recorder:
 
     def __init__(self, weights: ModelWeights):
         self.calls: list[tuple[str, str, tuple]] = []
-        self._weights = {_storage(tensor): name for name, tensor in named_weights(weights)}
+        self._weights = {storage_id(tensor): name for name, tensor in named_weights(weights)}
         self._made: dict[int, str] = {}
 
     def namespace(self) -> SimpleNamespace:
@@ -120,7 +121,7 @@ class _Recorder:
             dtype = act if kind == "act" else DTYPE_CLASSES[kind][0]
             outputs.append(torch.empty([resolve(dim, dims) for dim in shape], dtype=dtype, device="meta"))
         label = self._label(op, args)
-        self._made |= {_storage(output): label for output in outputs}
+        self._made |= {storage_id(output): label for output in outputs}
         self.calls.append((op, label, args))
         return tuple(outputs) if len(outputs) > 1 else outputs[0] if outputs else None
 
@@ -130,7 +131,7 @@ class _Recorder:
             return f"bank{len(args[1])}"
         if op.startswith("moe_"):
             return op
-        storages = [_storage(tensor) for tensor in tensors_of(args)]
+        storages = [storage_id(tensor) for tensor in tensors_of(args)]
         labels = [known[s] for known in (self._weights, self._made) for s in storages if s in known]
         return labels[0] if labels else op
 
@@ -169,7 +170,3 @@ def _representative_layers(config: KimiConfig) -> tuple[int, ...]:
 def _signature(args: tuple) -> tuple:
     """Shapes and dtypes; strides do not make another case."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(args))
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -32,14 +32,14 @@ class Locator:
 
     def __init__(self, weights: ModelWeights):
         self._weights = weights  # keeps the storages alive, whose ids are the keys below
-        self._owners = {_storage(tensor): place for place, tensor in placed_tensors(weights)}
+        self._owners = {storage_id(tensor): place for place, tensor in placed_tensors(weights)}
         self._current = Place(None, "embed")
 
     def locate(self, args) -> Place:
         """The place of the next call, given its arguments."""
         for arg in args:
-            if isinstance(arg, Tensor) and _storage(arg) in self._owners:
-                self._current = self._owners[_storage(arg)]
+            if isinstance(arg, Tensor) and storage_id(arg) in self._owners:
+                self._current = self._owners[storage_id(arg)]
         return self._current
 
 
@@ -68,6 +68,6 @@ def _tensors(owner) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
     """Identity of the memory that a tensor and its views share; meta tensors have one too."""
     return tensor.untyped_storage()._cdata

@@ -91,15 +91,17 @@ def record_step(
         local, sequences, sequences * pages, PAGE_SIZE, "meta", [layer.index for layer in weights.layers]
     )
     batch = Batch(
-        slots=_meta(torch.int32, sequences),
-        is_new=_meta(torch.bool, sequences),
-        seq_lens=_meta(torch.int32, sequences),
-        page_table=_meta(torch.int32, sequences, pages),
+        slots=meta_tensor(torch.int32, sequences),
+        is_new=meta_tensor(torch.bool, sequences),
+        seq_lens=meta_tensor(torch.int32, sequences),
+        page_table=meta_tensor(torch.int32, sequences, pages),
     )
     calls: list[OpCall] = []
     locator = Locator(weights)
     functions = {op: partial(_record, op, calls, locator, context) for op in OPS}
-    decode_step(SimpleNamespace(**functions, **single_rank()), local, weights, state, batch, _meta(torch.int64, rows))
+    decode_step(
+        SimpleNamespace(**functions, **single_rank()), local, weights, state, batch, meta_tensor(torch.int64, rows)
+    )
     return calls
 
 
@@ -124,7 +126,7 @@ def floor_us(nbytes: float, tb_per_s: float) -> float:
     return nbytes / tb_per_s / 1e6
 
 
-def _meta(dtype: torch.dtype, *dims: int) -> Tensor:
+def meta_tensor(dtype: torch.dtype, *dims: int) -> Tensor:
     return torch.empty(dims, dtype=dtype, device="meta")
 
 
@@ -142,11 +144,7 @@ def _record(op: str, calls: list[OpCall], locator: Locator, context: int, *args)
         sizes[kind] += nbytes
         if name in spec.inplace:
             sizes["state_written"] += nbytes
-    act = next(
-        (t.dtype for name, t in named.items() if str(spec.args[name]).endswith(" act") and not isinstance(t, list)),
-        None,
-    )
-    outputs = tuple(_output(want, dims, act) for want in spec.outputs.values())
+    outputs = meta_outputs(op, named, dims)
     place = locator.locate(args)
     calls.append(
         OpCall(
@@ -186,8 +184,15 @@ def expected_experts(num_experts: int, top_k: int, rows: int) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** rows)
 
 
-def _output(want: str, dims: dict[str, int], act: torch.dtype | None) -> Tensor:
+def meta_outputs(op: str, named: dict, dims: dict[str, int]) -> tuple[Tensor, ...]:
+    """The results of one call without data, as the op table describes them; `dims` are those of its arguments."""
+    wants = OPS[op].args
+    act = next((named[n].dtype for n in named if str(wants[n]).endswith(" act") and torch.is_tensor(named[n])), None)
+    return tuple(_meta_output(want, dims, act) for want in OPS[op].outputs.values())
+
+
+def _meta_output(want: str, dims: dict[str, int], act: torch.dtype | None) -> Tensor:
     *shape, dtype_class = want.split()
     dtype = act if dtype_class == "act" else DTYPE_CLASSES[dtype_class][0]
     assert dtype is not None
-    return _meta(dtype, *(resolve(dim, dims) for dim in shape))
+    return meta_tensor(dtype, *(resolve(dim, dims) for dim in shape))

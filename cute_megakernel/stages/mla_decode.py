@@ -236,7 +236,7 @@ def _values(sm: Sm, count: Int32, acc: cute.Tensor):
 
 @cute.jit
 def _add_tokens(sm: Sm, head: Int32, token: Int32, words: cute.Tensor, acc: cute.Tensor, at: cutlass.Constexpr):
-    """One head; a token past the last one repeats the first with p = 0, which a NaN there would not survive anyway."""
+    """One head. Past the last token the first is repeated with p = 0: it is of the same sequence, NaN or not."""
     for t in cutlass.range_constexpr(0, VALUE_TOKENS, 4):
         p = ptx.ld_shared_v4_f32(probability(sm, head, token + t))
         for i in cutlass.range_constexpr(4):

@@ -45,7 +45,7 @@ def serves(sm: Sm, expert: Int32, r0: Int32, r1: Int32) -> Int32:
 
 @cute.jit
 def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
-    """Experts of the list one after the other, each cut into the same pieces; a warp does every 16th."""
+    """Experts of the list one after the other, each cut into the same pieces; a warp does those in its slots."""
     ppt, tpp, tiles, r0, r1 = f["ppt"], f["tpp"], high - low, f["r0"], f["r1"]
     per_expert = (tiles * ppt + tpp - 1) // tpp
     _clear_sums(sm, tiles * ppt)

@@ -1,26 +1,17 @@
 """`kimi-kernels decode`: greedy tokens of a prompt, as ids and, where the checkpoint has a tokenizer, as text."""
 
 import argparse
-import sys
-from pathlib import Path
-
-import torch
-from rich.console import Console
-from tqdm import tqdm
 
 from kimi_kernels.backends import BACKENDS
-from kimi_kernels.commands import PROGRAM, UsageError, common
-from kimi_kernels.decode_step import StepOutput
-from kimi_kernels.decoder import Decoder
+from kimi_kernels.commands import common, generation
+from kimi_kernels.commands.generation import ShowingDecoder, show
 from kimi_kernels.hf_config import load_config
+
+__all__ = ["add_arguments", "run", "show"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    common.add_model_arguments(parser)
-    prompt = parser.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", metavar="TEXT", help="text, encoded by the tokenizer in DIR")
-    prompt.add_argument("--tokens", type=common.token_ids, metavar="IDS", help="token ids such as 1,2,3")
-    parser.add_argument("--new", type=common.positive, required=True, metavar="N", help="tokens to generate")
+    generation.add_arguments(parser)
     parser.add_argument("--backend", choices=BACKENDS, default="triton", help="default triton")
 
 
@@ -28,63 +19,8 @@ def run(args: argparse.Namespace) -> dict:
     config = load_config(args.dir)
     local, layers = common.check_rank(args, config), common.pick_layers(args.layers, config)
     device = common.pick_device(args.device)
-    tokenizer = _tokenizer(args)
-    prompt = args.tokens if args.prompt is None else tokenizer.encode(args.prompt)
-    if not prompt:
-        raise UsageError("the prompt has no tokens")
-    positions = len(prompt) + args.new - 1  # the last new token is not fed back
-    common.check_tokens(prompt, positions, config)
+    tokenizer, prompt, positions = generation.read_prompt(args, config)
     ops = common.backend_ops(args.backend, device, config.dtype)
     weights = common.read_weights(args, config, layers, device)
-    decoder = _ShowingDecoder(local, weights, args.backend, batch=1, context=positions, device=device, ops=ops)
-    disable = True if args.json else None  # None: tqdm asks whether stderr is a terminal
-    with tqdm(total=positions, unit=" steps", desc="decode", leave=False, disable=disable) as decoder.bar:
-        generated = decoder.generate([prompt], args.new)
-    tokens = generated.tokens[0]
-    return {
-        "tokens": tokens,
-        "text": tokenizer.decode(tokens) if tokenizer else None,
-        "prompt_tokens": prompt,
-        "seconds_per_token": generated.seconds_per_token if args.new > 1 else None,
-        "backend": args.backend,
-        "device": device,
-        "tp": args.tp,
-        "tp_rank": args.tp_rank,
-        "layers": [layers.start, layers.stop],
-    }
-
-
-class _ShowingDecoder(Decoder):
-    """Moves a progress bar at every step."""
-
-    bar: tqdm
-
-    def step(self, tokens: torch.Tensor) -> StepOutput:
-        output = super().step(tokens)
-        self.bar.update()
-        return output
-
-
-def _tokenizer(args: argparse.Namespace):
-    """Needed for --prompt; with --tokens, None where there is none, and a note where it cannot be used."""
-    if args.prompt is not None:
-        return common.load_tokenizer(args.dir)
-    if not any((Path(args.dir) / name).exists() for name in common.TOKENIZER_FILES):
-        return None
-    try:
-        return common.load_tokenizer(args.dir)
-    except UsageError as error:
-        sys.stderr.write(f"{PROGRAM}: ids only: {' '.join(str(error).split())}\n")
-        return None
-
-
-def show(result: dict, console: Console) -> None:
-    lines = [f"tokens  {', '.join(map(str, result['tokens']))}"]
-    if result["text"] is not None:
-        lines.append(f"text    {result['text']}")
-    if result["seconds_per_token"] is not None:
-        lines.append(f"time    {1e3 * result['seconds_per_token']:,.3f} ms per token")
-    where = f"{result['backend']} on {result['device']}"
-    part = f", rank {result['tp_rank']} of {result['tp']}" if result["tp"] > 1 else ""
-    lines.append(f"run     {where}{part}, layers {result['layers'][0]}:{result['layers'][1]}")
-    console.print("\n".join(lines), soft_wrap=True)
+    decoder = ShowingDecoder(local, weights, args.backend, batch=1, context=positions, device=device, ops=ops)
+    return generation.generate(args, decoder, tokenizer, prompt, layers, "decode", args.backend)
