@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, SLOT_BYTES, KernelShape, SharedLayout
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, SLOT_BYTES, KernelShape, SharedLayout
 from cute_megakernel.table import FIELD
 
 POLLS_BETWEEN_LOOKS = 256  # polls of a word before the clock and the error word are read
@@ -59,6 +59,13 @@ class Fields:
 
     def __getitem__(self, name: str) -> Int32:
         return ptx.ld_shared_b32(self.base + 4 * FIELD[name])
+
+
+def fetch_row(sm: Sm, fields: Int64, work: Int64, row: Int32):
+    """Two words of a row for each lane, and this SM's first and end unit; on their way when it returns."""
+    low, high = ptx.ld_row(fields + Int64(row) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
+    first, end = ptx.ld_row(work + Int64(row) * 8)
+    return low, high, first, end
 
 
 def region(sm: Sm, name: str) -> Int32:

@@ -12,7 +12,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Fields, Sm, region, sync
+from cute_megakernel.core import Fields, Sm, fetch_row, region, sync
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, THREADS, KernelShape, SharedLayout
 from cute_megakernel.stages.argmax import argmax
@@ -144,12 +144,10 @@ def _leave(sm: Sm):
 def _consume(sm: Sm, fields: Int64, work: Int64):
     """The consumer warps: row after row, the next row's words on their way meanwhile."""
     pos, turn, row, rows = Int32(0), Int32(0), sm.batch["first_row"], sm.batch["end_row"]
-    low, high = ptx.ld_row(fields + Int64(row) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
-    first, end = ptx.ld_row(work + Int64(row) * 8)
+    low, high, first, end = fetch_row(sm, fields, work, row)
     while row < rows:
         following = ptx.select(row + 1 < rows, row + 1, row)
-        next_low, next_high = ptx.ld_row(fields + Int64(following) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
-        next_first, next_end = ptx.ld_row(work + Int64(following) * 8)
+        next_low, next_high, next_first, next_end = fetch_row(sm, fields, work, following)
         if first < end:
             f = Fields(region(sm, "row") + turn * (4 * FIELD_WORDS), row)
             if cutlass.const_expr(sm.shape.delay_seed != 0):

@@ -13,6 +13,7 @@ from cute_megakernel.core import (
     Fields,
     Sm,
     address_of,
+    fetch_row,
     region,
     ring_slot,
     slot_index,
@@ -30,12 +31,10 @@ from cute_megakernel.stages.moe_gate_up import share
 @cute.jit
 def stream(sm: Sm, fields: Int64, work: Int64):
     pos, row, rows = Int32(0), sm.batch["first_row"], sm.batch["end_row"]
-    low, high = ptx.ld_row(fields + Int64(row) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
-    first, end = ptx.ld_row(work + Int64(row) * 8)
+    low, high, first, end = fetch_row(sm, fields, work, row)
     while row < rows:
         following = ptx.select(row + 1 < rows, row + 1, row)
-        next_low, next_high = ptx.ld_row(fields + Int64(following) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
-        next_first, next_end = ptx.ld_row(work + Int64(following) * 8)
+        next_low, next_high, next_first, next_end = fetch_row(sm, fields, work, following)
         if first != end:  # an SM without outputs of moe_down has (1, 0): it passes the list of experts on
             f = Fields(region(sm, "row") + 8 * FIELD_WORDS, row)
             ptx.sync_warp()
