@@ -165,6 +165,28 @@ def poll_quads(sm: Sm, row: Int32, start: Int32, count: Int32, quads: cutlass.Co
                 ready = Int32(1)
 
 
+@cute.jit
+def poll_columns(sm: Sm, row: Int32, start: Int32, span: Int32, quads: cutlass.Constexpr, into: cute.Tensor):
+    """Columns 4(t + j * span) ... of one activation row for each j below `quads`, as bfloat16 pairs, for thread t."""
+    ready, polls = Int32(0), Int32(0)
+    address = word_address(sm, start + 2 * sm.thread)
+    step = Int64(span) * 16
+    while ready == 0:
+        wrong = Int32(0)
+        tags = cute.make_rmem_tensor(2 * quads, Int32)
+        for j in cutlass.range_constexpr(quads):
+            into[2 * j], tags[2 * j], into[2 * j + 1], tags[2 * j + 1] = ptx.ld_word_pair(address + j * step)
+        for j in cutlass.range_constexpr(2 * quads):
+            wrong = wrong | (tags[j] ^ sm.tag)
+        ready = ptx.select(wrong == 0, Int32(1), Int32(0))
+        if ready == 0:
+            ptx.sleep_ns(sm.batch["poll_ns"])
+        polls += 1
+        if polls % POLLS_BETWEEN_LOOKS == 0:
+            if give_up(sm, row) != 0:
+                ready = Int32(1)
+
+
 # The ring: slots of weights in the order of the table. `pos` counts fillings since the start of the launch; filling
 # `pos` is in slot `pos % slots`. A slot always belongs to the same two warps, one for each of its two pieces: they see
 # each of its fillings in turn, so the parity of its barriers is enough, although copies may land out of order

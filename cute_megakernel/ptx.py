@@ -42,6 +42,16 @@ def ld_shared_v4_b32(addr: Int32):
     return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
 
 
+def ld_shared_v4_b32_if(condition: Int32, addr: Int32):
+    """Four words, zeros where `condition` is 0: a quarter of a warp that loads nothing costs nothing."""
+    text = (
+        "{ .reg .pred p; .reg .b32 a; .reg .b32 b; .reg .b32 c; .reg .b32 d; setp.ne.s32 p, {$r0}, 0;"
+        " mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; @p ld.shared.v4.b32 { a, b, c, d }, [{$r1}];"
+        " mov.b32 {$w0}, a; mov.b32 {$w1}, b; mov.b32 {$w2}, c; mov.b32 {$w3}, d; }"
+    )
+    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[condition, addr])
+
+
 def ld_shared_v4_f32(addr: Int32):
     text = "ld.shared.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
     return inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[addr])
@@ -321,6 +331,11 @@ def mma_bf16_full(c, a, b):
 
 def mul_bf16x2(a: Int32, b: Int32) -> Int32:
     return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def add_bf16x2(a: Int32, b: Int32) -> Int32:
+    """Sums of two pairs, each rounded to nearest even."""
+    return inline_ptx("add.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 def pack_bf16(low: Float32, high: Float32) -> Int32:

@@ -36,8 +36,8 @@ HALF_SLOT = SLOT_BYTES // 2
 @cute.jit
 def serves(sm: Sm, expert: Int32, r0: Int32, r1: Int32) -> Int32:
     """Whether any batch row of [r0, r1) picked the expert at this place of the list."""
-    found = Int32(0)
-    for r in range(r0, r1):
+    found = ptx.select(r1 - r0 == sm.shape.rows, Int32(1), Int32(0))  # an expert of the list was picked by some row
+    for r in range(r0, ptx.select(found != 0, r0, r1)):
         if ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + r) != NOT_PICKED:
             found = Int32(1)
     return found

@@ -33,40 +33,42 @@ def x_address(sm: Sm, pitch: Int32, rows: Int32) -> Int32:
 def multiply(sm: Sm, address: Int32, x: Int32, step: Int32, blocks: Int32, mxfp4: cutlass.Constexpr):
     """Blocks from `address` on times activations from `x` on. -> outputs 2 * quad and 2 * quad + 1 of row `group`
 
-    `step` is the bytes of activations of a block, 0 on zeros.
+    `step` is the bytes of activations of a block, 0 for a lane without a batch row: it loads none.
     """
     turn, nbytes = (MXFP4_TURN, 272) if mxfp4 else (BF16_TURN, 512)
     ptx.sync_warp()  # the products need the whole warp
     sums = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
     left = blocks
     while left >= turn:
-        sums = _blocks(sm, address, x, turn, sums, mxfp4)
+        sums = _blocks(sm, address, x, step, turn, sums, mxfp4)
         address, x = address + turn * nbytes, x + turn * step
         left -= turn
     while left > 0:
-        sums = _blocks(sm, address, x, 1, sums, mxfp4)
+        sums = _blocks(sm, address, x, step, 1, sums, mxfp4)
         address, x = address + nbytes, x + step
         left -= 1
     return sums[0] + sums[2], sums[1] + sums[3]
 
 
 @cute.jit
-def _blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, sums: tuple, mxfp4: cutlass.Constexpr):
+def _blocks(
+    sm: Sm, address: Int32, x: Int32, inside: Int32, count: cutlass.Constexpr, sums: tuple, mxfp4: cutlass.Constexpr
+):
     if cutlass.const_expr(mxfp4):
-        sums = _mxfp4_blocks(sm, address, x, count, sums)
+        sums = _mxfp4_blocks(sm, address, x, inside, count, sums)
     else:
-        sums = _bf16_blocks(sm, address, x, count, sums)
+        sums = _bf16_blocks(sm, address, x, inside, count, sums)
     return sums
 
 
 @cute.jit
-def _bf16_blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, sums: tuple):
+def _bf16_blocks(sm: Sm, address: Int32, x: Int32, inside: Int32, count: cutlass.Constexpr, sums: tuple):
     """32 inputs each; all loads before the first product."""
     c0, c1, d0, d1 = sums
     w, a = [], []
     for i in cutlass.range_constexpr(count):
         w.append(ptx.ld_shared_v4_b32(address + sm.lane * 16 + i * 512))
-        a.append(ptx.ld_shared_v4_b32(x + i * 64))
+        a.append(ptx.ld_shared_v4_b32_if(inside, x + i * 64))
     for i in cutlass.range_constexpr(count):
         c0, c1 = ptx.mma_bf16(c0, c1, a[i][0], a[i][1], w[i][0], w[i][1])
         d0, d1 = ptx.mma_bf16(d0, d1, a[i][2], a[i][3], w[i][2], w[i][3])
@@ -74,7 +76,7 @@ def _bf16_blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, sum
 
 
 @cute.jit
-def _mxfp4_blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, sums: tuple):
+def _mxfp4_blocks(sm: Sm, address: Int32, x: Int32, inside: Int32, count: cutlass.Constexpr, sums: tuple):
     """64 inputs each: codes become bfloat16 values times 2^-126, the scale times 2^126 brings them back, exactly."""
     c0, c1, d0, d1 = sums
     words, scales, a = [], [], []
@@ -82,7 +84,7 @@ def _mxfp4_blocks(sm: Sm, address: Int32, x: Int32, count: cutlass.Constexpr, su
         words.append(ptx.ld_shared_v2_b32(address + sm.lane * 8 + i * 272))
         scales.append(ptx.ld_shared_u16(address + sm.group * 2 + i * 272 + 256))
         for half in cutlass.range_constexpr(2):
-            a.append(ptx.ld_shared_v4_b32(x + i * 128 + half * 64))
+            a.append(ptx.ld_shared_v4_b32_if(inside, x + i * 128 + half * 64))
     for i in cutlass.range_constexpr(count):
         for half in cutlass.range_constexpr(2):
             exponent = ((scales[i] >> 8) if half else (scales[i] & 0xFF)) + 126
