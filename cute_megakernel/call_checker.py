@@ -38,8 +38,9 @@ class CallChecker:
         calls, checks = [], {"batch rows": row.rows == (0, self.recording.rows)}
         prefix = args.get("src")
         if "dst" in args:
-            calls, checks = self._sum(row, checks)
-            prefix = _whole(args["dst"])
+            call = self.producer[args["dst"].index]
+            calls, prefix = [call], _whole(args["dst"])
+            checks |= {"embedding": args["embed"] == call.args["weight"], "no source": "src" not in args}
         if "norm" in args:
             call = self.producer[args["h"].index]
             score = call.op == "attn_res_norm"
@@ -59,19 +60,17 @@ class CallChecker:
             calls.append(call)
         return Carried(calls, **checks)
 
-    def _sum(self, row: Row, checks: dict) -> tuple[list[Call], dict]:
-        """The embedding, or one or two sums, behind `dst`."""
-        args = row.args
-        call = self.producer[args["dst"].index]
-        if call.op == "embedding":
-            return [call], checks | {"embedding": args["embed"] == call.args["weight"], "no source": "src" not in args}
-        calls, deltas = [call], [call.args["delta"]]
-        if "delta2" in args:
-            inner = self.producer[call.args["delta"].buffer.index]
-            calls, deltas = [inner, call], [inner.args["x"], inner.args["delta"]]
-        got = [args[name] for name in ("delta1", "delta2") if name in args]
-        fine = call.op == "residual_add" and got == deltas and all(view.start == 0 for view in got)
-        return calls, checks | {"source": args["src"] == call.args["x"], "sum": fine}
+    def _sums(self, row: Row, base: Call) -> tuple[list[Call], dict[str, bool]]:
+        """One or two sums behind what `base` makes, each with its other operand."""
+        args, calls = row.args, [base]
+        fine = base.outputs[0] == args["tap"]
+        for other, out in (("add1", args.get("inner", args["dst"])), ("add2", args["dst"])):
+            if other in args:
+                call = self.producer[out.index]
+                operands = {call.args["x"], call.args["delta"]} if call.op == "residual_add" else set()
+                fine = fine and operands == {_whole(calls[-1].outputs[0]), args[other]} and args[other].start == 0
+                calls.append(call)
+        return calls, {"sums": fine and ("add2" in args) == ("inner" in args)}
 
     def bank_scores(self, row: Row) -> Carried:
         args = row.args
@@ -93,7 +92,10 @@ class CallChecker:
         x, weight, image = LINEAR_ARGS[base.op]
         calls, epilogue = [base], Epilogue.FLOAT if base.op == "router_logits" else Epilogue.ACT
         checks = {"weight": args["weight"] == base.args[weight]}
-        if "tap" in args:
+        if "add1" in args:
+            calls, more = self._sums(row, base)
+            checks |= more
+        elif "tap" in args:
             calls, epilogue, image, more = self._behind(row, base, image)
             checks |= more
         if args["epilogue"] in (Epilogue.LOCAL, Epilogue.LOGITS):
@@ -150,14 +152,16 @@ class CallChecker:
         )
 
     def moe_down(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        reads = row.reads[1:] == [call.args["topk_ids"], call.args["topk_weights"]]
+        call = self.producer[row.args.get("tap", row.args["dst"]).index]
+        calls, sums = self._sums(row, call) if "add1" in row.args else ([call], {})
+        reads = row.reads[1:3] == [call.args["topk_ids"], call.args["topk_weights"]]
         picks = call.args["topk_ids"].width
         group = row.args["top_k"] == picks and row.args["group"] * picks == row.x.width
         same = _experts(row, call, "w2")
         return Carried(
-            [call],
+            calls,
             input=row.x == call.args["m"],
+            **sums,
             picks=reads,
             group=group,
             image=row.args["image"] == "experts",

@@ -39,15 +39,12 @@ def _mix(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -
 
 
 def _mixture(launch: Launch, number: int, row: Row, f: Fields, rows: range, width: int) -> tuple[Tensor, Tensor]:
-    """The prefix with its sums, and what goes on from it."""
+    """The prefix, and what goes on from it."""
     ops, args, picked = launch.ops, row.args, slice(rows.start, rows.stop)
     if f["src"] >= 0:
         prefix = launch.rows(f["src"], rows, f["src_pitch"], width)
     else:
         prefix = ops.embedding(launch.tokens[picked], launch.weight(f.subject("weight")))
-    deltas = [launch.rows(f[d], rows, f["dst_pitch"], width) for d in ("delta1", "delta2") if f[d] >= 0]
-    if deltas:
-        prefix = ops.residual_add(prefix, ops.residual_add(*deltas) if len(deltas) == 2 else deltas[0])
     if not f["norm"]:
         return prefix, prefix
     norm = launch.weight(f.subject("norm"))
@@ -97,7 +94,18 @@ def _linear(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part
     elif kind == Epilogue.OUTPUT_GATE:
         gate = launch.rows(f["gate"] + 4 * part.first, batch_rows(f), f["gate_pitch"], y.shape[1])
         y = launch.ops.output_gate(y, gate)
-    launch.store(where, words, torch.stack([y] * (f["copies"] or 1)))
+    copies = [_summed(launch, f, part, y, copy) for copy in range(f["copies"])] if kind == Epilogue.ACT else None
+    launch.store(where, words, torch.stack(copies or [y] * f["copies"]))
+
+
+def _summed(launch: Launch, f: Fields, part: Part, y: Tensor, copy: int) -> Tensor:
+    """One copy of a projection's outputs with the sums behind it."""
+    at = 4 * part.first + copy * f["copy_stride"]
+    for name in ("add1", "add2"):
+        if f[name] >= 0:
+            other = launch.rows(f[name] + at, batch_rows(f), f["dst_pitch"], y.shape[1])
+            y = launch.ops.residual_add(y, other)
+    return y
 
 
 def _heads(launch: Launch, f: Fields, part: Part) -> Tensor:
@@ -175,7 +183,7 @@ def _moe_down(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Pa
     op = launch.ops.moe_down_mxfp4 if len(weights) == 2 else launch.ops.moe_down
     y = launch.once((number,), lambda: op(x.unflatten(-1, (ids.shape[1], -1)), ids, picked, *weights))
     y = F.pad(y, (0, 8 * f["total"] - y.shape[1]))[:, 8 * part.first : 8 * part.end]
-    launch.store(label(number, row), writes(launch.shape, f, row.code, part), y)
+    launch.store(label(number, row), writes(launch.shape, f, row.code, part), _summed(launch, f, part, y, 0))
 
 
 def _argmax(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:

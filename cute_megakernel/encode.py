@@ -38,7 +38,7 @@ class Encoder:
     def words(self, row: Row) -> list[int]:
         """The words of one row; rows are encoded in their order."""
         values = {"code": int(row.code), "r0": row.rows[0], "r1": row.rows[1], "copies": 1}
-        values |= {name: ABSENT for name in ("src", "dst", "h", "delta1", "delta2", "rope")}
+        values |= {name: ABSENT for name in ("src", "dst", "h", "add1", "add2", "rope")}
         if row.x is not None and row.code not in (Code.MLA_DECODE, Code.MOE_ROUTER):
             values["x_pitch"] = (
                 x_pitch(row) if row.code != Code.MIX or "group" not in row.args else self._picks_pitch(row)
@@ -57,10 +57,23 @@ class Encoder:
     def _picks_pitch(self, row: Row) -> int:
         return pitch_bytes(row.args["width"] // row.args["group"] * row.args["group_pad"])
 
+    def _sum(self, row: Row, values: dict):
+        """The sums behind a projection: other operands, and where taps want what is between."""
+        args = row.args
+        if "add1" in args:
+            self._tap(values, "tap", args["tap"])
+            self._tap(values, "inner", args.get("inner"))
+        for name in ("add1", "add2"):
+            if name in args:
+                self._view(values, name, args[name], "dst_pitch")
+        other = values.get("dst_pitch")
+        self._view(values, "dst", args["dst"])
+        assert other in (None, values["dst_pitch"]), "sums of rows with different pitches"
+
     def _pieces(self, values: dict, mxfp4: bool):
         """How the row's tiles are cut among warps, and how many tiles are finished at a time."""
         shape, pieces = self.schedule.shape, Pieces.of(values["kb"], mxfp4)
-        tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows))
+        tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows * values["copies"]))
         whole = tiles // pieces.tiles * pieces.tiles  # a piece never lies in two groups
         values |= {"piece": pieces.blocks, "ppt": pieces.per_tile, "tpp": pieces.tiles}
         values |= {"group_tiles": whole, "magic": -(-(1 << 20) // pieces.per_tile)}
@@ -104,11 +117,6 @@ class Encoder:
         else:
             self._view(values, "src", args["src"])
         values.setdefault("dst_pitch", values.get("src_pitch", 0))
-        for name in ("delta1", "delta2"):
-            if name in args:
-                place = self.schedule.places[args[name].buffer.index]
-                assert place.pitch == values["dst_pitch"], "sums of rows with different pitches"
-                values[name] = place.start
         if "norm" in args:
             values |= {"norm": self.address("weight", args["norm"]), "eps": float(args["eps"])}
         if "bank" in args:
@@ -135,13 +143,19 @@ class Encoder:
         values["weight"] = self.address(args["image"], args["weight"])
         for name in ("kb", "total", "batch_tiles", "n_valid"):
             values[name] = args[name]
+        copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
+        if copies > 1:
+            n = args["n_valid"]
+            values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
         self._pieces(values, False)
         values |= {"x_batch": args.get("x_batch", 0), "x_off": args.get("x_off", 0), "epilogue": int(args["epilogue"])}
         values["local"] = int(args.get("x_local", False))
         if values["local"]:
             values["x_pitch"] = self._heads_pitch(row)
-        put = self._tap if args["epilogue"].name == "LOCAL" else self._view
-        put(values, "dst", args["dst"])
+        if args["epilogue"].name == "LOCAL":
+            self._tap(values, "dst", args["dst"])
+        else:
+            self._sum(row, values)
         if "tap" in args:
             self._tap(values, "tap", args["tap"])
         if "gate" in args:
@@ -153,10 +167,6 @@ class Encoder:
             values["local_at"] = {"decay": 0, "gate": head_dim}[args["local"]]
         if args["epilogue"].name == "LOGITS":
             values |= {"out": self.address("logits", args["dst"]), "part": self.schedule.extras["best"].start}
-        copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
-        if copies > 1:
-            n = args["n_valid"]
-            values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
 
     def _moe_router(self, row: Row, values: dict):
         args = row.args
@@ -184,7 +194,7 @@ class Encoder:
         values |= {"kb": args["kb"], "total": args["total"], "sub": self._moe}
         self._pieces(values, self.schedule.shape.mxfp4)
         values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
-        self._view(values, "dst", args["dst"])
+        self._sum(row, values)
 
     def _pool(self, values: dict, pool: Pool):
         values |= {"pool": self.address("pool", pool), "pool_stride": self.address("pool stride", pool)}

@@ -77,7 +77,6 @@ def _mix_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
     columns = range(f["width"] // 2)
     pieces = [grid(f["src"], batch_rows(f), f["src_pitch"], columns)]
     if f["kind"]:
-        pieces += [grid(f[name], batch_rows(f), f["dst_pitch"], columns) for name in ("delta1", "delta2")]
         pieces += [grid(f[f"bank{b}"], batch_rows(f), f["dst_pitch"], columns) for b in range(f["n_bank"])]
         pieces.append(grid(f["scores"], batch_rows(f), MAX_BANK, range(f["n_bank"])))
     return join(pieces)
@@ -100,9 +99,16 @@ def _scores_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
 
 
 def _linear_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
-    if f["epilogue"] != Epilogue.OUTPUT_GATE:
-        return NOTHING
-    return grid(f["gate"], batch_rows(f), f["gate_pitch"], range(4 * part.first, 4 * part.end))
+    if f["epilogue"] == Epilogue.OUTPUT_GATE:
+        return grid(f["gate"], batch_rows(f), f["gate_pitch"], range(4 * part.first, 4 * part.end))
+    return _addends(f, part, f["copies"]) if f["epilogue"] == Epilogue.ACT else NOTHING
+
+
+def _addends(f: Fields, part: Part, copies: int) -> Words:
+    """The other operands of the sums behind a projection."""
+    columns = range(4 * part.first, 4 * part.end)
+    starts = [f[name] + copy * f["copy_stride"] for name in ("add1", "add2") if f[name] >= 0 for copy in range(copies)]
+    return join([grid(start, batch_rows(f), f["dst_pitch"], columns) for start in starts])
 
 
 def _linear_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
@@ -243,6 +249,7 @@ _READS = {
     Code.BANK_SCORES: _scores_reads,
     Code.LINEAR: _linear_reads,
     Code.MOE_ROUTER: _router_reads,
+    Code.MOE_DOWN: lambda shape, f, part: _addends(f, part, 1),
     Code.CAUSAL_CONV1D: _conv_reads,
     Code.MLA_KV_APPEND: _append_reads,
     Code.MLA_DECODE: _decode_reads,

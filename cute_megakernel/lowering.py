@@ -2,7 +2,7 @@
 
 Three passes, each over a plain list:
 
-    fuse      calls -> rows; an activation joins the projection before it, sums join the norm behind them
+    fuse      calls -> rows; activations and sums join the projection before them
     arrange   inside an MoE block, work that needs no expert ids goes before the work that does
     load      a row whose input is not what the SM holds gets a load in front of it
 """
@@ -37,7 +37,7 @@ class Fuse:
     def __init__(self, recording: Recording, sms: int):
         self.recording, self.sms = recording, sms
         self.rows: list[Row] = []
-        self._sums: dict[int, Call] = {}  # outputs of embedding and residual_add that no row computes yet
+        self._embedded: dict[int, Call] = {}  # outputs of embedding that no row computes yet
         self._maker: dict[int, Row] = {}  # row that writes a buffer
         self._heads: list[Call] = []  # calls of the KDA block that is being collected
         self._local = {
@@ -54,7 +54,7 @@ class Fuse:
         self._scored: set[tuple[int, int]] = set()
         for call in recording.calls:
             getattr(self, call.op)(call)
-        for call in list(self._sums.values()):
+        for call in list(self._embedded.values()):
             self._mix(call, View(call.outputs[0], 0, call.outputs[0].width), None)
 
     def _is_small_linear(self, buffer: Buffer) -> bool:
@@ -70,9 +70,28 @@ class Fuse:
     # sums and norms: x in every SM
 
     def embedding(self, call: Call):
-        self._sums[call.outputs[0].index] = call
+        self._embedded[call.outputs[0].index] = call
 
-    residual_add = embedding
+    def residual_add(self, call: Call):
+        """Joins the projection that makes the later operand; the other one is there before."""
+        operands = [call.args["x"], call.args["delta"]]
+        made = [view for view in operands if view.buffer.index in self._maker]
+        later = max(made, key=lambda view: self._order(self._maker[view.buffer.index]))
+        other = operands[1 - operands.index(later)]
+        row, out = self._maker[later.buffer.index], call.outputs[0]
+        row.calls.append(call.index)
+        row.writes = [*row.writes, out]
+        row.reads.append(other)
+        if "tap" not in row.args:
+            row.args |= {"tap": row.args["dst"], "add1": other, "dst": out}
+        else:
+            row.args |= {"inner": row.args["dst"], "add2": other, "dst": out}
+        self._maker[out.index] = row
+
+    def _order(self, row: Row) -> tuple[int, int]:
+        """What comes before what once the rows are arranged."""
+        first = next(i for i, other in enumerate(self.rows) if other.place == row.place)
+        return first, _moe_key(row) if row.place.part == "moe" else self.rows.index(row)
 
     def rms_norm(self, call: Call):
         view = call.args["x"]
@@ -84,31 +103,16 @@ class Fuse:
         self._mix(call, call.args["prefix"], call.args["norm_weight"])
 
     def _mix(self, call: Call, prefix: View, norm: Weight | None):
-        """One row: the pending sums behind `prefix`, the mixture with the bank, the norm."""
+        """One row: the embedding, where it is the prefix, the mixture with the bank, the norm."""
         row = Row(Code.MIX, call.place, [call.index], args={"width": prefix.width})
-        source, deltas = prefix, []
-        pending = self._sums.pop(prefix.buffer.index, None)
-        if pending is not None:
+        embedded = self._embedded.pop(prefix.buffer.index, None)
+        if embedded is not None:
             row.writes.append(prefix.buffer)
-            row.args["dst"] = prefix.buffer
-            row.calls = sorted({pending.index, call.index})
-            if pending.op == "embedding":
-                row.args |= {"tokens": "tokens", "embed": pending.args["weight"]}
-                source = None
-            else:
-                source, delta = pending.args["x"], pending.args["delta"]
-                if delta.buffer.index in self._sums:
-                    inner = self._sums.pop(delta.buffer.index)
-                    row.calls = sorted({inner.index, *row.calls})
-                    deltas = [inner.args["x"], inner.args["delta"]]
-                else:
-                    deltas = [delta]
-                assert source.buffer.index not in self._sums, "a sum of three pending sums"
-        if source is not None:
-            row.args["src"] = source
-        for name, delta in zip(("delta1", "delta2"), deltas, strict=False):
-            row.args[name] = delta
-        row.reads = [view for view in (source, *deltas) if view is not None]
+            row.calls = sorted({embedded.index, call.index})
+            row.args |= {"tokens": "tokens", "embed": embedded.args["weight"], "dst": prefix.buffer}
+        else:
+            row.args["src"] = prefix
+            row.reads = [prefix]
         if norm is not None:
             row.args |= {"norm": norm, "eps": call.args["eps"], "h": call.outputs[0]}
             row.writes.append(call.outputs[0])
@@ -128,8 +132,8 @@ class Fuse:
         if (view.buffer.index, 0) in self._scored:
             return
         self._scored.add((view.buffer.index, 0))
-        if view.buffer.index in self._sums:  # a bank row that nothing has computed yet
-            call = self._sums[view.buffer.index]
+        if view.buffer.index in self._embedded:  # a bank row that nothing has computed yet
+            call = self._embedded[view.buffer.index]
             self._mix(call, view, None)
         users = [c for c in self._mixes_left if view in c.args["bank"]]
         row = Row(Code.BANK_SCORES, users[0].place, [], units=len(users), reads=[view])

@@ -258,7 +258,7 @@ def sync_warp():
     cute.arch.sync_warp()
 
 
-def shfl(value: Int32, lane: Int32) -> Int32:
+def shfl(value, lane: Int32):
     """`value` of another lane."""
     return cute.arch.shuffle_sync(value, lane)
 

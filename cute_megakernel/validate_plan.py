@@ -74,7 +74,8 @@ def _check_mix(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
     expect(width % 4 == 0 and f["group"] % 4 == 0 and f["group_pad"] % 4 == 0, where, "columns do not come in fours")
     expect(width % f["group"] == 0 and f["group"] <= f["group_pad"], where, "groups do not fill the row")
     expect(2 * (width // f["group"]) * f["group_pad"] <= f["x_pitch"], where, "a row of x runs into the next")
-    for name in ("src", "dst", "h", "delta1", "delta2"):
+    expect(not f["kind"] or width % (4 * quads) == 0, where, f"{width} columns do not divide into {quads} parts")
+    for name in ("src", "dst", "h"):
         expect(f[name] < 0 or f[name] % 2 == 0, where, f"{name} starts inside a pair of words")
     for name in ("src_pitch", "dst_pitch"):
         expect(f[name] % 2 == 0, where, f"{name} is odd")

@@ -30,9 +30,10 @@ from cute_megakernel.core import (
 from cute_megakernel.rows import Epilogue
 from cute_megakernel.stages.argmax import NO_INDEX, better, publish_best
 from cute_megakernel.stages.output_gate import output_gate
+from cute_megakernel.stages.residual_add import ask_addends, residual_add
 from cute_megakernel.stages.situ import situ
 from cute_megakernel.stages.swiglu import swiglu
-from cute_megakernel.stages.tiles import add_sums, multiply, put_sums, unit_of_thread, x_address
+from cute_megakernel.stages.tiles import add_sums, copy_of_thread, multiply, put_sums, unit_of_thread, x_address
 
 MINUS_INF = float("-inf")
 
@@ -48,15 +49,22 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     best, best_at = Float32(MINUS_INF), Int32(NO_INDEX)
     while start < high:
         count = ptx.select(high - start < f["group_tiles"], high - start, f["group_tiles"])
+        place, row, half, _ = unit_of_thread(sm, count)
+        place, copy, mine = copy_of_thread(place, count, f["copies"])
+        mine = mine & (row < rows)
+        at = (row + f["r0"]) * f["dst_pitch"] + 4 * (start + place) + 2 * half + copy * f["copy_stride"]
+        asked = ask_addends(sm, f, mine & (f["epilogue"] == Epilogue.ACT), at)
         end = ((start + count - low) * ppt + tpp - 1) // tpp
         while 2 * own + (sm.warp & 1) < end:
             _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), low, start, count, turn, item)
             own += sm.shape.slots
         sync(sm)
-        place, row, half, mine = unit_of_thread(sm, count)
-        if mine & (row < rows):
+        if mine:
             values = add_sums(sm, turn * sm.shape.sums + place * ppt, row, half, ppt)
-            best, best_at = _finish(sm, f, start + place, item, row + f["r0"], half, values, best, best_at)
+            if f["epilogue"] == Epilogue.ACT:
+                finish(sm, f, values, asked, at)
+            else:
+                best, best_at = _finish(sm, f, start + place, item, row + f["r0"], half, copy, values, best, best_at)
         turn = turn ^ 1
         start += count
     if f["epilogue"] == Epilogue.LOGITS:
@@ -95,33 +103,40 @@ def _piece(
 
 
 @cute.jit
+def finish(sm: Sm, f: Fields, v: tuple, asked: tuple, at: Int32):
+    """Four sums, rounded, with the sums behind them, to `at` words behind the first of `dst`."""
+    low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
+    if f["tap"] >= 0:
+        ptx.st_word_pair(word_address(sm, f["tap"] + at), low, high, sm.tag)
+    low, high = residual_add(sm, f, low, high, asked, at)
+    ptx.st_word_pair(word_address(sm, f["dst"] + at), low, high, sm.tag)
+
+
+@cute.jit
 def _finish(
-    sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, v: tuple, best: Float32, best_at: Int32
-):
+    sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, copy: Int32, v: tuple, best: Float32,
+    best_at: Int32,
+):  # fmt: skip
     """Four sums of batch row r, outputs 8 * tile + 4 * half and on."""
     kind = f["epilogue"]
     n = 8 * tile + 4 * half
     if kind == Epilogue.LOCAL:
         _keep(sm, f, tile, item, r, half, v)
     elif kind == Epilogue.FLOAT:
-        for copy in range(f["copies"]):
-            at = f["dst"] + r * f["dst_pitch"] + n + copy * f["copy_stride"]
-            ptx.st_word_pair(word_address(sm, at), ptx.float_bits(v[0]), ptx.float_bits(v[1]), sm.tag)
-            ptx.st_word_pair(word_address(sm, at + 2), ptx.float_bits(v[2]), ptx.float_bits(v[3]), sm.tag)
+        at = f["dst"] + r * f["dst_pitch"] + n + copy * f["copy_stride"]
+        ptx.st_word_pair(word_address(sm, at), ptx.float_bits(v[0]), ptx.float_bits(v[1]), sm.tag)
+        ptx.st_word_pair(word_address(sm, at + 2), ptx.float_bits(v[2]), ptx.float_bits(v[3]), sm.tag)
     elif kind == Epilogue.LOGITS:
         best, best_at = _logits(sm, f, r, n, v, best, best_at)
     elif (kind == Epilogue.SITU) | (kind == Epilogue.SWIGLU):
         activated(sm, f, f["dst"] + r * f["dst_pitch"], f["tap"] + r * f["tap_pitch"], f["n_valid"], n, v)
-    else:
+    elif kind == Epilogue.OUTPUT_GATE:
         low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
-        if kind == Epilogue.OUTPUT_GATE:
-            if f["tap"] >= 0:
-                ptx.st_word_pair(word_address(sm, f["tap"] + r * f["tap_pitch"] + n // 2), low, high, sm.tag)
-            g0, g1 = poll_pair(sm, f.number, f["gate"] + r * f["gate_pitch"] + n // 2, sm.tag)
-            low, high = output_gate(low, g0), output_gate(high, g1)
-        for copy in range(f["copies"]):
-            at = f["dst"] + r * f["dst_pitch"] + n // 2 + copy * f["copy_stride"]
-            ptx.st_word_pair(word_address(sm, at), low, high, sm.tag)
+        if f["tap"] >= 0:
+            ptx.st_word_pair(word_address(sm, f["tap"] + r * f["tap_pitch"] + n // 2), low, high, sm.tag)
+        g0, g1 = poll_pair(sm, f.number, f["gate"] + r * f["gate_pitch"] + n // 2, sm.tag)
+        at = f["dst"] + r * f["dst_pitch"] + n // 2
+        ptx.st_word_pair(word_address(sm, at), output_gate(low, g0), output_gate(high, g1), sm.tag)
     return best, best_at
 
 

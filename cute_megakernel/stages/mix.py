@@ -1,15 +1,14 @@
 """x <- activations, in every SM: the input of the projections that follow, kept in shared memory as bfloat16.
 
     s = embed[token], or the words of `src`                        embedding, or a plain load
-    s = bf16(s + d), d = delta1 or bf16(delta1 + delta2)           residual_add, once or twice
     s = softmax mixture of bank rows and s                         attn_res_norm
     s = s / sqrt(mean(s^2) + eps) * norm                           rms_norm, attn_res_norm
 
-What a row lacks is skipped. Every SM computes all columns and stores its share of them: the sum as the new prefix
-`dst`, the result as `h`. The bank's part of the mixture needs nothing that is still being computed, so it is summed up
-before the wait for `src` and the deltas; its scores come from BANK_SCORES.
+What a row lacks is skipped. Every SM computes all columns; what other SMs read of it (an embedding `dst`, a result `h`)
+each stores its share of. The bank's part of the mixture needs nothing that is still being computed, so it is summed up
+before the wait for `src`; its scores come from BANK_SCORES.
 
-Rounding   as the ops one by one: sums to bfloat16 each, the result once
+Rounding   float32, the result to bfloat16 once
 """
 
 import cutlass
@@ -29,6 +28,8 @@ from cute_megakernel.core import (
     region,
     rms_scale,
     sum_two,
+    warp_max,
+    warp_sum,
     word_address,
     word_at,
 )
@@ -96,26 +97,23 @@ def st_quad(address: Int32, first: Int32, second: Int32):
 def _mix_row(sm: Sm, f: Fields, r: Int32, quads: cutlass.Constexpr):
     """Thread t of the first `span` has columns 4(t + j * span) ... for each j below `quads`; the others only add zeros.
 
-    All that needs no other SM's latest result comes first: weights, the old prefix, the bank; then the deltas.
+    All that is asked of memory is on its way before the first answer is looked at: one way there and back, not one each.
     """
     span, n_bank, norm = f["width"] // 4 // quads, f["n_bank"], address_of(f, "norm")
     mine = sm.thread < span
-    prefix = cute.make_rmem_tensor(2 * quads, Int32)
+    s = cute.make_rmem_tensor(4 * quads, Float32)
     mixed = cute.make_rmem_tensor(4 * quads, Float32)
     score_weights = cute.make_rmem_tensor(4 * quads, Float32)
     norms = cute.make_rmem_tensor(2 * quads, Int32)
     for j in cutlass.range_constexpr(2 * quads):
-        prefix[j], norms[j] = Int32(0), Int32(0)
+        norms[j] = Int32(0)
     for j in cutlass.range_constexpr(4 * quads):
-        mixed[j], score_weights[j] = Float32(0.0), Float32(0.0)
-    top, weight = _bank_scores(sm, f, r)
+        s[j], mixed[j], score_weights[j] = Float32(0.0), Float32(0.0), Float32(0.0)
     if mine:
         _load_weights(sm, f, span, quads, norm, norms, score_weights)
-        _sum_bank(sm, f, r, span, quads, top, mixed)
-        _load_prefix(sm, f, r, span, quads, prefix)
-    s = cute.make_rmem_tensor(4 * quads, Float32)
-    for j in cutlass.range_constexpr(2 * quads):
-        s[2 * j], s[2 * j + 1] = ptx.low_bf16(prefix[j]), ptx.high_bf16(prefix[j])
+    top, weight = _sum_bank(sm, f, r, span, quads, mine, mixed)
+    if mine:
+        _prefix(sm, f, r, span, quads, s)
     if n_bank > 0:
         squares, dot = Float32(0.0), Float32(0.0)
         for j in cutlass.range_constexpr(4 * quads):
@@ -160,59 +158,51 @@ def _load_weights(
 
 
 @cute.jit
-def _bank_scores(sm: Sm, f: Fields, r: Int32):
-    """Largest score of the bank rows, and the sum of exp(score - largest)."""
+def _sum_bank(sm: Sm, f: Fields, r: Int32, span: Int32, quads: cutlass.Constexpr, mine, mixed: cute.Tensor):
+    """Sum of exp(score - top) * row over the bank rows into `mixed`. -> top, sum of exp(score - top)"""
+    n_bank = f["n_bank"]
     top, weight = Float32(-1.0e30), Float32(0.0)
-    n_bank, scores = f["n_bank"], f["scores"] + r * MAX_BANK
-    for b in range(n_bank):
-        top = ptx.fmax(top, ptx.bits_float(poll_word(sm, f.number, scores + b, sm.tag)))
-    for b in range(n_bank):
-        weight = weight + exp(ptx.bits_float(poll_word(sm, f.number, scores + b, sm.tag)) - top)
+    if n_bank > 0:
+        held = sm.lane < n_bank
+        index = f["scores"] + r * MAX_BANK + ptx.select(held, sm.lane, Int32(0))
+        mine_of = ptx.bits_float(poll_word(sm, f.number, index, sm.tag))  # the score of bank row `lane`
+        top = warp_max(ptx.select_f32(held, mine_of, top))
+        share = ptx.select_f32(held, exp(mine_of - top), Float32(0.0))
+        weight = warp_sum(share)
+        for b in range(n_bank):
+            e = ptx.shfl(share, b)
+            if mine:
+                pairs = cute.make_rmem_tensor(2 * quads, Int32)
+                bank = word_at(f, FIELD["bank0"] + b) + r * f["dst_pitch"]
+                poll_columns(sm, f.number, bank, span, quads, pairs)
+                for j in cutlass.range_constexpr(2 * quads):
+                    mixed[2 * j] = mixed[2 * j] + e * ptx.low_bf16(pairs[j])
+                    mixed[2 * j + 1] = mixed[2 * j + 1] + e * ptx.high_bf16(pairs[j])
     return top, weight
 
 
 @cute.jit
-def _sum_bank(sm: Sm, f: Fields, r: Int32, span: Int32, quads: cutlass.Constexpr, top: Float32, mixed: cute.Tensor):
-    """Sum of exp(score - top) * row over the bank rows into `mixed`."""
-    n_bank, scores = f["n_bank"], f["scores"] + r * MAX_BANK
-    for b in range(n_bank):
-        e = exp(ptx.bits_float(poll_word(sm, f.number, scores + b, sm.tag)) - top)
-        pairs = cute.make_rmem_tensor(2 * quads, Int32)
-        poll_columns(sm, f.number, word_at(f, FIELD["bank0"] + b) + r * f["dst_pitch"], span, quads, pairs)
-        for j in cutlass.range_constexpr(2 * quads):
-            mixed[2 * j] = mixed[2 * j] + e * ptx.low_bf16(pairs[j])
-            mixed[2 * j + 1] = mixed[2 * j + 1] + e * ptx.high_bf16(pairs[j])
-
-
-@cute.jit
-def _load_prefix(sm: Sm, f: Fields, r: Int32, span: Int32, quads: cutlass.Constexpr, prefix: cute.Tensor):
-    """The prefix with its pending sums, rounded to bfloat16; this SM's share is stored to `dst`."""
+def _prefix(sm: Sm, f: Fields, r: Int32, span: Int32, quads: cutlass.Constexpr, s: cute.Tensor):
+    """The prefix; an embedding, which nobody has stored yet, is stored to `dst`, each SM its share."""
+    pairs = cute.make_rmem_tensor(2 * quads, Int32)
     if f["src"] >= 0:
-        poll_columns(sm, f.number, f["src"] + r * f["src_pitch"], span, quads, prefix)
+        poll_columns(sm, f.number, f["src"] + r * f["src_pitch"], span, quads, pairs)
     else:
-        _embed(sm, f, r, span, quads, prefix)
-    if f["delta1"] >= 0:
-        first, second = cute.make_rmem_tensor(2 * quads, Int32), cute.make_rmem_tensor(2 * quads, Int32)
-        both = f["delta2"] >= 0
-        if both:  # the one that is there sooner
-            poll_columns(sm, f.number, f["delta2"] + r * f["dst_pitch"], span, quads, second)
-        poll_columns(sm, f.number, f["delta1"] + r * f["dst_pitch"], span, quads, first)
-        for j in cutlass.range_constexpr(2 * quads):
-            delta = first[j]
-            if both:
-                delta = ptx.add_bf16x2(first[j], second[j])
-            prefix[j] = ptx.add_bf16x2(prefix[j], delta)
-    if f["dst"] >= 0:
+        _embed(sm, f, r, span, quads, pairs)
         for j in cutlass.range_constexpr(quads):
             q = sm.thread + j * span
             if q % sm.shape.sms == sm.block:
                 at = f["dst"] + r * f["dst_pitch"] + 2 * q
-                ptx.st_word_pair(word_address(sm, at), prefix[2 * j], prefix[2 * j + 1], sm.tag)
+                ptx.st_word_pair(word_address(sm, at), pairs[2 * j], pairs[2 * j + 1], sm.tag)
+    for j in cutlass.range_constexpr(2 * quads):
+        s[2 * j], s[2 * j + 1] = ptx.low_bf16(pairs[j]), ptx.high_bf16(pairs[j])
 
 
 @cute.jit
 def _embed(sm: Sm, f: Fields, r: Int32, span: Int32, quads: cutlass.Constexpr, pairs: cute.Tensor):
     """Row `tokens[r]` of the embedding; a token outside the table gives zeros."""
+    for j in cutlass.range_constexpr(2 * quads):
+        pairs[j] = Int32(0)
     token = ptx.ld_global_b64(sm.batch["tokens"] + Int64(r) * 8)
     if (token >= 0) & (token < Int64(f["pool_count"])):
         row = address_of(f, "weight") + token * Int64(f["width"]) * 2

@@ -24,10 +24,11 @@ from cute_megakernel.core import (
     ring_slot,
     sync,
     wait_full,
-    word_address,
 )
 from cute_megakernel.shape import CONSUMERS, PICKS, SLOT_BYTES
+from cute_megakernel.stages.linear import finish
 from cute_megakernel.stages.moe_router import NOT_PICKED
+from cute_megakernel.stages.residual_add import ask_addends
 from cute_megakernel.stages.tiles import add_sums, multiply, sums_address, unit_of_thread
 
 HALF_SLOT = SLOT_BYTES // 2
@@ -48,6 +49,10 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     """Experts of the list one after the other, each cut into the same pieces; a warp does those in its slots."""
     ppt, tpp, tiles, r0, r1 = f["ppt"], f["tpp"], high - low, f["r0"], f["r1"]
     per_expert = (tiles * ppt + tpp - 1) // tpp
+    place, row, half, mine = unit_of_thread(sm, tiles)
+    mine = mine & (row < r1 - r0)
+    at = (row + r0) * f["dst_pitch"] + 4 * (low + place) + 2 * half
+    asked = ask_addends(sm, f, mine, at)
     _clear_sums(sm, tiles * ppt)
     sync(sm)
     experts = ptx.ld_shared_b32(region(sm, "ids"))
@@ -61,11 +66,8 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     slots = (done + 1) // 2
     pass_by(sm, pos, own, slots)
     sync(sm)
-    place, row, half, mine = unit_of_thread(sm, tiles)
-    if mine & (row < r1 - r0):
-        v0, v1, v2, v3 = add_sums(sm, place * ppt * PICKS, row, half, ppt * PICKS)
-        at = f["dst"] + (row + r0) * f["dst_pitch"] + 4 * (low + place) + 2 * half
-        ptx.st_word_pair(word_address(sm, at), ptx.pack_bf16(v0, v1), ptx.pack_bf16(v2, v3), sm.tag)
+    if mine:
+        finish(sm, f, add_sums(sm, place * ppt * PICKS, row, half, ppt * PICKS), asked, at)
     return pos + slots
 
 

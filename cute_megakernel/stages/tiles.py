@@ -130,6 +130,16 @@ def add_sums(sm: Sm, entry: Int32, row: Int32, half: Int32, count: Int32):
     return v
 
 
+@cute.jit
+def copy_of_thread(place: Int32, tiles: Int32, copies: Int32):
+    """Where outputs are stored several times, each copy has threads of its own. -> tile, copy, whether there are such"""
+    copy = Int32(0)
+    if copies > 1:
+        copy = place // tiles
+        place = place - copy * tiles
+    return place, copy, (place < tiles) & (copy < copies)
+
+
 def unit_of_thread(sm: Sm, tiles: Int32) -> tuple[Int32, Int32, Int32, Boolean]:
     """The sums a thread adds up: tile of the group, batch row, half of the tile, and whether there are such."""
     rows = sm.shape.rows
