@@ -250,6 +250,11 @@ def fence_barrier_init():
     inline_ptx("fence.mbarrier_init.release.cluster;")
 
 
+def prefetch(src: Int64, nbytes: Int32):
+    """Global memory to the cache that all SMs share; both multiples of 16."""
+    inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[src, nbytes])
+
+
 def bar_sync(barrier: int, threads: int):
     cute.arch.barrier(barrier_id=barrier, number_of_threads=threads)
 

@@ -59,7 +59,7 @@ HANDLERS = {
     "mla_decode": Code.MLA_COMBINE,  # of parts that MLA_DECODE rows made
     "mla_expand_value": Code.LINEAR,
     "output_gate": Code.LINEAR,
-    "residual_add": Code.MIX,
+    "residual_add": (Code.LINEAR, Code.MOE_DOWN),
     "situ": (Code.LINEAR, Code.MOE_GATE_UP),
     "swiglu": (Code.LINEAR, Code.MOE_GATE_UP),
     "router_logits": Code.LINEAR,

@@ -63,7 +63,19 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int3
         if (slot >= 0) & (is_new(sm, r) == 0):
             source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
             pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+    elif code == Code.MIX:
+        _prefetch(sm, f)
     return pos
+
+
+@cute.jit
+def _prefetch(sm: Sm, f: Fields):
+    """The weights of a norm that is to come, for all SMs: one of them asks."""
+    if (f["kind"] != 0) & (f.number % sm.shape.sms == sm.block) & (sm.lane == 0):
+        if address_of(f, "norm") != 0:
+            ptx.prefetch(address_of(f, "norm"), f["width"] * 2)
+        if f["n_bank"] > 0:
+            ptx.prefetch(address_of(f, "weight2"), f["width"] * 4)
 
 
 @cute.jit
