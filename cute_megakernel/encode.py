@@ -9,7 +9,7 @@ from cute_megakernel.lowering import pitch_bytes, x_pitch
 from cute_megakernel.recording import Buffer, Pool, View
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
-from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, Pieces
+from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, Pieces, mix_quads
 from cute_megakernel.table import ABSENT, FIELD, WIDE
 
 Address = Callable[[str, object], int]  # (what, subject) -> device address
@@ -76,7 +76,8 @@ class Encoder:
         tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows * values["copies"]))
         whole = tiles // pieces.tiles * pieces.tiles  # a piece never lies in two groups
         values |= {"piece": pieces.blocks, "ppt": pieces.per_tile, "tpp": pieces.tiles}
-        values |= {"group_tiles": whole, "magic": -(-(1 << 20) // pieces.per_tile)}
+        values |= {"group_tiles": whole, "group_pieces": whole * pieces.per_tile // pieces.tiles}
+        values["magic"] = -(-(1 << 20) // pieces.per_tile)
 
     def _heads_pitch(self, row: Row) -> int:
         """One batch row of the heads whose tiles one SM has at most."""
@@ -108,6 +109,7 @@ class Encoder:
         args = row.args
         width = args["width"]
         values |= {"kind": int("norm" in args or "dst" in args), "width": width}
+        values["span"] = width // 4 // mix_quads(self.schedule.shape.hidden_size)
         values["group"] = args.get("group", width)
         values["group_pad"] = args.get("group_pad", -(-width // 64) * 64)
         self._view(values, "dst", args.get("dst"))
@@ -148,6 +150,7 @@ class Encoder:
             n = args["n_valid"]
             values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
         self._pieces(values, False)
+        values["magic"] = -(-(1 << 20) // max(values["ppt"], values["tpp"]))  # pieces to tiles, or tiles to pieces
         values |= {"x_batch": args.get("x_batch", 0), "x_off": args.get("x_off", 0), "epilogue": int(args["epilogue"])}
         values["local"] = int(args.get("x_local", False))
         if values["local"]:

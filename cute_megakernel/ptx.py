@@ -415,6 +415,10 @@ def select_f32(condition: Boolean, yes: Float32, no: Float32) -> Float32:
     return inline_ptx(text, write_only_types=[Float32], read_only_args=[Int32(condition), yes, no])
 
 
+def smaller(a: Int32, b: Int32) -> Int32:
+    return inline_ptx("min.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
 def select(condition: Boolean, yes: Int32, no: Int32) -> Int32:
     text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }"
     return inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(condition), yes, no])

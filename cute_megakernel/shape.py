@@ -18,6 +18,11 @@ PICKS = 16  # experts of a batch row at most
 MAX_PICKS = 128  # distinct experts of one step
 
 
+def mix_quads(hidden_size: int) -> int:
+    """Groups of four columns that a thread holds in a mix."""
+    return -(-hidden_size // (4 * CONSUMERS))
+
+
 @dataclass(frozen=True)
 class KernelShape:
     """All build parameters; equal shapes are the same binary."""

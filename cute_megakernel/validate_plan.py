@@ -15,6 +15,7 @@ from cute_megakernel.shape import (
     SLOT_BYTES,
     STATE_BYTES,
     SharedLayout,
+    mix_quads,
 )
 from cute_megakernel.table_view import Fields, TableView
 
@@ -65,7 +66,7 @@ def _check_mix(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
     shape, width = schedule.shape, f["width"]
     used = (row.rows[1] - row.rows[0]) * f["x_pitch"]
     expect(used <= shape.x_bytes, where, f"x takes {used} of {shape.x_bytes} bytes")
-    quads = -(-shape.hidden_size // (4 * CONSUMERS))
+    quads = mix_quads(shape.hidden_size)
     expect(
         not f["kind"] or width <= 4 * CONSUMERS * quads,
         where,
@@ -132,7 +133,8 @@ def _check_pieces(schedule: Schedule, f: Fields, most: int, where: str) -> None:
         expect(group > 0 and group % f["tpp"] == 0, where, f"{f['ppt']} pieces a tile: no tile fits the sums")
         fits = group * f["ppt"] <= shape.sums and 2 * group * shape.rows <= CONSUMERS
         expect(fits, where, f"{group} tiles do not fit the sums")
-    excess = f["magic"] * f["ppt"] - (1 << 20)
-    exact = 0 <= excess and pieces * excess < 1 << 20 and pieces * f["magic"] < 2**31
-    expect(exact, where, f"{pieces} pieces on an SM are too many to be divided by {f['ppt']}")
+    divisor = max(f["ppt"], f["tpp"]) if code == Code.LINEAR else f["ppt"]
+    excess, largest = f["magic"] * divisor - (1 << 20), pieces + divisor
+    exact = 0 <= excess and largest * excess < 1 << 20 and largest * f["magic"] < 2**31
+    expect(exact, where, f"{pieces} pieces on an SM are too many to be divided by {divisor}")
     expect(pieces * f["piece"] * block < 2**31, where, "bytes of an SM do not fit 32 bits")

@@ -16,15 +16,16 @@ from cute_megakernel.core import (
     Fields,
     Sm,
     address_of,
-    first_own,
+    first_phase,
+    first_piece,
     float_of,
+    own_slot,
     pass_by,
     poll_pair,
     region,
-    release,
-    ring_slot,
+    release_own,
     sync,
-    wait_full,
+    wait_own,
     word_address,
 )
 from cute_megakernel.rows import Epilogue
@@ -38,68 +39,101 @@ from cute_megakernel.stages.tiles import add_sums, copy_of_thread, multiply, put
 MINUS_INF = float("-inf")
 
 
+class Work:
+    """What stays the same over the pieces of a row."""
+
+    def __init__(self, sm: Sm, f: Fields, low: Int32, high: Int32):
+        self.low, self.tiles = low, high - low
+        self.ppt, self.tpp, self.blocks, self.magic = f["ppt"], f["tpp"], f["piece"], f["magic"]
+        self.pieces = pieces_of(self.tiles, self.ppt, self.tpp, self.magic)
+        self.half = (sm.warp & 1) * (self.blocks * self.tpp * 512)  # where in a slot this warp's piece begins
+        rows = f["r1"] - f["r0"]
+        self.inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
+        self.x = x_address(sm, f["x_pitch"], rows) + self.inside * f["x_off"]
+        self.step = self.inside * (self.blocks * 64)
+        self.x_batch = self.inside * f["x_batch"]
+
+
+@cute.jit
+def pieces_of(tiles: Int32, ppt: Int32, tpp: Int32, magic: Int32) -> Int32:
+    """Pieces of so many tiles: a few of a tile, or a few tiles in one."""
+    pieces = tiles * ppt
+    if tpp > 1:
+        pieces = ((tiles + tpp - 1) * magic) >> 20
+    return pieces
+
+
 @cute.jit
 def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     """Each warp does its pieces of a group of tiles; then threads add up the pieces of an output and finish it."""
-    rows, ppt, tpp = f["r1"] - f["r0"], f["ppt"], f["tpp"]
-    item = low // f["total"]  # tiles of per-head rows count through all items
-    pieces = ((high - low) * ppt + tpp - 1) // tpp
-    slots = (pieces + 1) // 2
-    own, start, turn = first_own(sm, pos), low, Int32(0)
+    work = Work(sm, f, low, high)
+    rows, ppt, piece, phase = f["r1"] - f["r0"], work.ppt, first_piece(sm, pos), first_phase(sm, pos)
+    item, kind = Int32(0), f["epilogue"]
+    if kind == Epilogue.LOCAL:
+        item = low // f["total"]  # tiles of per-head rows count through all items
+    start, end, turn = low, Int32(0), Int32(0)
     best, best_at = Float32(MINUS_INF), Int32(NO_INDEX)
     while start < high:
-        count = ptx.select(high - start < f["group_tiles"], high - start, f["group_tiles"])
-        place, row, half, _ = unit_of_thread(sm, count)
+        count = ptx.smaller(high - start, f["group_tiles"])
+        place, row, half = unit_of_thread(sm)
         place, copy, mine = copy_of_thread(place, count, f["copies"])
         mine = mine & (row < rows)
         at = (row + f["r0"]) * f["dst_pitch"] + 4 * (start + place) + 2 * half + copy * f["copy_stride"]
-        asked = ask_addends(sm, f, mine & (f["epilogue"] == Epilogue.ACT), at)
-        end = ((start + count - low) * ppt + tpp - 1) // tpp
-        while 2 * own + (sm.warp & 1) < end:
-            _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), low, start, count, turn, item)
-            own += sm.shape.slots
+        asked = ask_addends(sm, f, mine & (kind == Epilogue.ACT), at)
+        end = ptx.smaller(end + f["group_pieces"], work.pieces)
+        entry = turn * sm.shape.sums - (start - low) * ppt
+        while piece < end:
+            _piece(sm, f, work, phase, piece, entry, item)
+            piece, phase = piece + 2 * sm.shape.slots, phase ^ 1
         sync(sm)
         if mine:
             values = add_sums(sm, turn * sm.shape.sums + place * ppt, row, half, ppt)
-            if f["epilogue"] == Epilogue.ACT:
+            if kind == Epilogue.ACT:
                 finish(sm, f, values, asked, at)
             else:
                 best, best_at = _finish(sm, f, start + place, item, row + f["r0"], half, copy, values, best, best_at)
         turn = turn ^ 1
         start += count
-    if f["epilogue"] == Epilogue.LOGITS:
+    if kind == Epilogue.LOGITS:
         publish_best(sm, f, low, best, best_at)
-    pass_by(sm, pos, own, slots)
+    slots = (work.pieces + 1) >> 1
+    pass_by(sm, phase, piece, slots)
     return pos + slots
 
 
 @cute.jit
-def _piece(
-    sm: Sm, f: Fields, pos: Int32, piece: Int32, low: Int32, start: Int32, count: Int32, turn: Int32, item: Int32
-):
-    """Piece `piece` of the tiles from `low` on: blocks of one tile, or `tpp` whole tiles."""
-    rows, ppt, tpp, blocks = f["r1"] - f["r0"], f["ppt"], f["tpp"], f["piece"]
-    inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
-    x = x_address(sm, f["x_pitch"], rows) + inside * f["x_off"]
-    x_batch, in_tile, tile = inside * f["x_batch"], Int32(0), low + piece * tpp
-    if ppt > 1:
-        tile = (piece * f["magic"]) >> 20
-        in_tile = piece - tile * ppt
-        tile = tile + low
-    wait_full(sm, pos)
-    address = ring_slot(sm, pos) + (piece & 1) * (blocks * tpp * 512)
-    t = Int32(0)
-    while (t < tpp) & (tile < start + count):
-        xs = x + inside * in_tile * blocks * 64
-        if x_batch != 0:
-            head = (tile - item * f["total"]) // f["batch_tiles"]
-            xs = xs + (head - f["local"] * (low // f["batch_tiles"])) * x_batch
-        c0, c1 = multiply(sm, address, xs, inside * 64, blocks, False)
-        put_sums(sm, turn * sm.shape.sums + (tile - start) * ppt + in_tile, c0, c1)
-        address = address + blocks * 512
-        tile += 1
-        t += 1
-    release(sm, pos)
+def _piece(sm: Sm, f: Fields, work: Work, phase: Int32, piece: Int32, entry: Int32, item: Int32):
+    """One piece of a tile, or a few whole tiles; the sums of a piece go to `entry` and its number."""
+    x, first, left = work.x, piece, Int32(1)
+    if work.ppt > 1:
+        x = x + (piece - ((piece * work.magic) >> 20) * work.ppt) * work.step
+    else:
+        first = piece * work.tpp
+        left = ptx.smaller(work.tiles - first, work.tpp)
+    wait_own(sm, phase)
+    address = own_slot(sm) + work.half
+    while left > 0:
+        xs = x
+        if work.x_batch != 0:
+            xs = x + _head(f, work, first, item) * work.x_batch
+        c0, c1 = multiply(sm, address, xs, work.inside * 64, work.blocks, False)
+        put_sums(sm, entry + first, c0, c1)
+        address = address + work.blocks * 512
+        first += 1
+        left -= 1
+    release_own(sm)
+
+
+@cute.jit
+def _head(f: Fields, work: Work, first: Int32, item: Int32) -> Int32:
+    """Which part of x the tile of a per-head projection reads."""
+    tile = first
+    if work.ppt > 1:
+        tile = (first * work.magic) >> 20
+    head = (work.low + tile - item * f["total"]) // f["batch_tiles"]
+    if f["local"] != 0:  # x holds the heads of this SM's tiles only
+        head = head - work.low // f["batch_tiles"]
+    return head
 
 
 @cute.jit
@@ -133,9 +167,9 @@ def _finish(
     elif kind == Epilogue.OUTPUT_GATE:
         low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
         if f["tap"] >= 0:
-            ptx.st_word_pair(word_address(sm, f["tap"] + r * f["tap_pitch"] + n // 2), low, high, sm.tag)
-        g0, g1 = poll_pair(sm, f.number, f["gate"] + r * f["gate_pitch"] + n // 2, sm.tag)
-        at = f["dst"] + r * f["dst_pitch"] + n // 2
+            ptx.st_word_pair(word_address(sm, f["tap"] + r * f["tap_pitch"] + (n >> 1)), low, high, sm.tag)
+        g0, g1 = poll_pair(sm, f.number, f["gate"] + r * f["gate_pitch"] + (n >> 1), sm.tag)
+        at = f["dst"] + r * f["dst_pitch"] + (n >> 1)
         ptx.st_word_pair(word_address(sm, at), output_gate(low, g0), output_gate(high, g1), sm.tag)
     return best, best_at
 
@@ -145,14 +179,14 @@ def activated(sm: Sm, f: Fields, dst: Int32, tap: Int32, width: Int32, n: Int32,
     """Gate and up alternate in a tile: two outputs of the activation from four sums."""
     gate, up = ptx.pack_bf16(v[0], v[2]), ptx.pack_bf16(v[1], v[3])
     if f["tap"] >= 0:
-        ptx.st_word(word_address(sm, tap + n // 4), gate, sm.tag)
-        ptx.st_word(word_address(sm, tap + width // 4 + n // 4), up, sm.tag)
+        ptx.st_word(word_address(sm, tap + (n >> 2)), gate, sm.tag)
+        ptx.st_word(word_address(sm, tap + (width >> 2) + (n >> 2)), up, sm.tag)
     word = Int32(0)
     if f["epilogue"] == Epilogue.SITU:
         word = situ(gate, up, float_of(f, "p0"), float_of(f, "p1"))
     else:
         word = swiglu(gate, up)
-    ptx.st_word(word_address(sm, dst + n // 4), word, sm.tag)
+    ptx.st_word(word_address(sm, dst + (n >> 2)), word, sm.tag)
 
 
 @cute.jit
@@ -166,7 +200,7 @@ def _keep(sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, v:
         ptx.st_shared_v2_f32(at + 8, ptx.low_bf16(high), ptx.high_bf16(high))
         if f["dst"] >= 0:
             column = 8 * (tile - item * f["total"]) + 4 * half
-            ptx.st_word_pair(word_address(sm, f["dst"] + r * f["dst_pitch"] + column // 2), low, high, sm.tag)
+            ptx.st_word_pair(word_address(sm, f["dst"] + r * f["dst_pitch"] + (column >> 1)), low, high, sm.tag)
 
 
 @cute.jit

@@ -33,7 +33,7 @@ from cute_megakernel.core import (
     word_address,
     word_at,
 )
-from cute_megakernel.shape import CONSUMERS, MAX_BANK
+from cute_megakernel.shape import CONSUMERS, MAX_BANK, mix_quads
 from cute_megakernel.table import FIELD
 
 LOAD_QUADS = 4  # loads on their way to a thread
@@ -41,7 +41,7 @@ LOAD_QUADS = 4  # loads on their way to a thread
 
 @cute.jit
 def mix(sm: Sm, f: Fields):
-    quads = -(-sm.shape.hidden_size // (4 * CONSUMERS))
+    quads = mix_quads(sm.shape.hidden_size)
     for r in range(f["r0"], f["r1"]):
         if f["kind"] != 0:
             _mix_row(sm, f, r, quads)
@@ -53,8 +53,8 @@ def mix(sm: Sm, f: Fields):
 @cute.jit
 def _load_row(sm: Sm, f: Fields, r: Int32):
     """Copies one activation row, in groups of `group` columns that start `group_pad` apart."""
-    count, start = f["width"] // 4, f["src"] + r * f["src_pitch"]
-    group, pad = f["group"] // 4, f["group_pad"] // 4
+    count, start = f["width"] >> 2, f["src"] + r * f["src_pitch"]
+    group, pad = f["group"] >> 2, f["group_pad"] >> 2
     pad = ptx.select(group == count, group, pad)
     x = x_row(sm, r - f["r0"], f)
     first = Int32(0)
@@ -76,7 +76,7 @@ def _zero_pads(sm: Sm, f: Fields, row: Int32):
     """Zeros between groups, where a block of weights reaches past the columns."""
     group, pad = f["group"], f["group_pad"]
     x = x_row(sm, row, f)
-    gap = (pad - group) // 4
+    gap = (pad - group) >> 2
     total, q = Int32(0), sm.thread
     if gap > 0:
         total = (f["width"] // group) * gap
@@ -99,7 +99,7 @@ def _mix_row(sm: Sm, f: Fields, r: Int32, quads: cutlass.Constexpr):
 
     All that is asked of memory is on its way before the first answer is looked at: one way there and back, not one each.
     """
-    span, n_bank, norm = f["width"] // 4 // quads, f["n_bank"], address_of(f, "norm")
+    span, n_bank, norm = f["span"], f["n_bank"], address_of(f, "norm")
     mine = sm.thread < span
     s = cute.make_rmem_tensor(4 * quads, Float32)
     mixed = cute.make_rmem_tensor(4 * quads, Float32)

@@ -18,7 +18,7 @@ from cute_megakernel.core import (
     Fields,
     Sm,
     first_own,
-    pass_by,
+    pass_by_old,
     region,
     release,
     ring_slot,
@@ -49,7 +49,8 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     """Experts of the list one after the other, each cut into the same pieces; a warp does those in its slots."""
     ppt, tpp, tiles, r0, r1 = f["ppt"], f["tpp"], high - low, f["r0"], f["r1"]
     per_expert = (tiles * ppt + tpp - 1) // tpp
-    place, row, half, mine = unit_of_thread(sm, tiles)
+    place, row, half = unit_of_thread(sm)
+    mine = place < tiles
     mine = mine & (row < r1 - r0)
     at = (row + r0) * f["dst_pitch"] + 4 * (low + place) + 2 * half
     asked = ask_addends(sm, f, mine, at)
@@ -64,7 +65,7 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
                 own += sm.shape.slots
             done += per_expert
     slots = (done + 1) // 2
-    pass_by(sm, pos, own, slots)
+    pass_by_old(sm, pos, own, slots)
     sync(sm)
     if mine:
         finish(sm, f, add_sums(sm, place * ppt * PICKS, row, half, ppt * PICKS), asked, at)

@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Fields, Sm, first_own, pass_by, region, release, ring_slot, sync, wait_full
+from cute_megakernel.core import Fields, Sm, first_own, pass_by_old, region, release, ring_slot, sync, wait_full
 from cute_megakernel.stages.linear import activated
 from cute_megakernel.stages.moe_router import NOT_PICKED
 from cute_megakernel.stages.tiles import add_sums, multiply, put_sums, unit_of_thread, x_address
@@ -35,12 +35,12 @@ def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
             _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), turn * sm.shape.sums - (start - low) * ppt)
             own += sm.shape.slots
         sync(sm)
-        place, row, half, mine = unit_of_thread(sm, count)
-        if mine & (row < rows):
+        place, row, half = unit_of_thread(sm)
+        if (place < count) & (row < rows):
             _finish(sm, f, turn * sm.shape.sums + place * ppt, start + place, row, half)
         turn = turn ^ 1
         start += count
-    pass_by(sm, pos, own, slots)
+    pass_by_old(sm, pos, own, slots)
     return pos + slots
 
 

@@ -14,7 +14,7 @@ the others.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 from cute_megakernel import ptx
 from cute_megakernel.core import Sm, region
@@ -120,13 +120,21 @@ def add_sums(sm: Sm, entry: Int32, row: Int32, half: Int32, count: Int32):
     """Outputs 4 * half ... 4 * half + 3 of a batch row, over `count` entries in their order, four loads at a time."""
     address = sums_address(sm, entry) + row * 32 + half * 16
     v = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
-    for first in range(0, count, 4):
-        parts = []
-        for i in cutlass.range_constexpr(4):
-            at = address + (first + i) * (sm.shape.rows * 32)
-            parts.append(ptx.ld_shared_v4_f32(ptx.select(first + i < count, at, region(sm, "zero"))))
-        for i in cutlass.range_constexpr(4):
-            v = (v[0] + parts[i][0], v[1] + parts[i][1], v[2] + parts[i][2], v[3] + parts[i][3])
+    left = count
+    while left >= 4:
+        v = _add_entries(sm, address, v, 4)
+        address, left = address + 4 * (sm.shape.rows * 32), left - 4
+    while left > 0:
+        v = _add_entries(sm, address, v, 1)
+        address, left = address + sm.shape.rows * 32, left - 1
+    return v
+
+
+@cute.jit
+def _add_entries(sm: Sm, address: Int32, v: tuple, count: cutlass.Constexpr):
+    parts = [ptx.ld_shared_v4_f32(address + i * (sm.shape.rows * 32)) for i in range(count)]
+    for p in parts:
+        v = (v[0] + p[0], v[1] + p[1], v[2] + p[2], v[3] + p[3])
     return v
 
 
@@ -140,9 +148,9 @@ def copy_of_thread(place: Int32, tiles: Int32, copies: Int32):
     return place, copy, (place < tiles) & (copy < copies)
 
 
-def unit_of_thread(sm: Sm, tiles: Int32) -> tuple[Int32, Int32, Int32, Boolean]:
-    """The sums a thread adds up: tile of the group, batch row, half of the tile, and whether there are such."""
-    rows = sm.shape.rows
-    place = sm.thread // (2 * rows)
-    rest = sm.thread - place * (2 * rows)
-    return place, rest // 2, rest % 2, place < tiles
+def unit_of_thread(sm: Sm) -> tuple[Int32, Int32, Int32]:
+    """The sums a thread adds up: tile of the group, batch row, half of the tile."""
+    half, unit, rows = sm.thread & 1, sm.thread >> 1, sm.shape.rows
+    if rows & (rows - 1) == 0:
+        return unit >> rows.bit_length() - 1, unit & (rows - 1), half
+    return unit // rows, unit % rows, half
