@@ -101,7 +101,7 @@ def _mla_kv_append(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, par
 def _mla_decode(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     """Parts of the softmax in float64; what the words hold of them is rounded."""
     shape, batch, cache = launch.shape, launch.batch, launch.pool(f)
-    sm.x = sm.x_key = None
+    sm.x.clear()
     L, P, nope = shape.kv_lora_rank, shape.qk_rope_dim, shape.qk_nope_dim
     for which, r, heads in decode_units(shape, f, part):
         length = int(batch.seq_lens[r])
@@ -135,7 +135,7 @@ def _mla_combine(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part:
                 total = (weight * torch.stack([total for _, _, total, _ in parts])).sum()
                 sums = (weight[:, None] * torch.stack([sums for _, _, _, sums in parts])).sum(0)
                 o[r - rows.start, head - heads.start] = sums / total
-    sm.x, sm.x_key = o.to(BF16), (row.x, row.rows)
+    sm.x = {0: ((row.x, row.rows), o.to(BF16))}
 
 
 HANDLERS = {

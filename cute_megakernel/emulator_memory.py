@@ -32,8 +32,7 @@ class Sm:
 
     block: int
     row: int = 0
-    x: Tensor | None = None
-    x_key: tuple | None = None
+    x: dict[int, tuple[tuple, Tensor]] = field(default_factory=dict)  # area -> what it is, and its values
     items: dict[str, tuple[tuple, Tensor]] = field(default_factory=dict)
     ids: tuple[int, Tensor, Tensor] | None = None  # number of the router, picks, weights
 
@@ -108,6 +107,7 @@ class Launch:
 
 def take_x(launch: Launch, sm: Sm, number: int, row: Row) -> Tensor:
     """x, if it is what the row works on."""
-    if sm.x is None or sm.x_key != (row.x, row.rows):
+    key, x = sm.x.get(row.x_side, (None, None))
+    if x is None or key != (row.x, row.rows):
         raise EmulationError(f"{label(number, row)}: SM {sm.block} holds another x")
-    return sm.x
+    return x

@@ -25,15 +25,17 @@ def run_row(launch: Launch, sm: Sm, number: int, part: Part) -> None:
 
 def _mix(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     rows, width = batch_rows(f), f["width"]
-    sm.x_key = (row.x, row.rows)
+    key = (row.x, row.rows)
     if not f["kind"]:
-        sm.x = launch.once((number,), lambda: launch.rows(f["src"], rows, f["src_pitch"], width))
+        x = launch.once((number,), lambda: launch.rows(f["src"], rows, f["src_pitch"], width))
+        sm.x = {0: (key, x)} if row.x_side == 0 else {**sm.x, 1: (key, x)}
         return
-    prefix, sm.x = launch.once((number,), lambda: _mixture(launch, number, row, f, rows, width))
+    prefix, x = launch.once((number,), lambda: _mixture(launch, number, row, f, rows, width))
+    sm.x = {**sm.x, 0: (key, x)}
     share_of = writes(launch.shape, f, row.code, part)
     columns = [2 * q for q in range(width // 2) if (q // 2) % launch.shape.sms == sm.block]
     pairs = torch.tensor([c + i for c in columns for i in range(2)], dtype=torch.long)
-    values = [t[:, pairs] for name, t in (("dst", prefix), ("h", sm.x)) if f[name] >= 0]
+    values = [t[:, pairs] for name, t in (("dst", prefix), ("h", x)) if f[name] >= 0]
     if len(share_of):
         launch.store(label(number, row), share_of, torch.cat([v.flatten() for v in values]))
 
@@ -184,6 +186,8 @@ def _moe_down(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Pa
     y = launch.once((number,), lambda: op(x.unflatten(-1, (ids.shape[1], -1)), ids, picked, *weights))
     y = F.pad(y, (0, 8 * f["total"] - y.shape[1]))[:, 8 * part.first : 8 * part.end]
     launch.store(label(number, row), writes(launch.shape, f, row.code, part), _summed(launch, f, part, y, 0))
+    if f["local"]:  # the list of experts is given back
+        sm.ids = None
 
 
 def _argmax(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:

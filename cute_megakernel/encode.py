@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from cute_megakernel.lowering import pitch_bytes, x_pitch
+from cute_megakernel.lowering import pitch_bytes, second_x, x_pitch
 from cute_megakernel.recording import Buffer, Pool, View
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
@@ -43,6 +43,7 @@ class Encoder:
             values["x_pitch"] = (
                 x_pitch(row) if row.code != Code.MIX or "group" not in row.args else self._picks_pitch(row)
             )
+        values["x_at"] = row.x_side * second_x(self.schedule.shape.rows, self.schedule.shape.hidden_size)
         getattr(self, "_" + row.code.name.lower())(row, values)
         words = [0] * FIELD_WORDS
         for name, value in values.items():

@@ -14,13 +14,14 @@ BF16_BLOCK, MXFP4_BLOCK = 32, 64  # inputs of one block of a tile
 BF16_BLOCK_BYTES, MXFP4_BLOCK_BYTES = 512, 272
 
 # MoE rows in the order that keeps the weight stream busy while the router decides
-MOE_ORDER = ("router", "latent_down", "shared.gate_up", "moe_router", "w13", "shared.down", "w2", "", "latent_up")
+MOE_ORDER = ("router", "latent_down", "shared.gate_up", "moe_router", "shared.down", "w13", "w2", "", "latent_up")
 
 
 def lower(recording: Recording, x_bytes: int, sms: int) -> list[Row]:
     """Rows of `recording` in the order in which every SM walks them. `x_bytes` of shared memory hold activations."""
     rows = arrange(Fuse(recording, sms).rows)
-    return load(split_rows(rows, x_bytes, recording.rows))
+    hidden = recording.buffers[0].width
+    return load(split_rows(rows, x_bytes, recording.rows), x_bytes - second_x(recording.rows, hidden))
 
 
 def blocks(width: int, block: int) -> int:
@@ -418,6 +419,11 @@ def pitch_bytes(width: int) -> int:
     return blocks(width, 64) * 128 + 64
 
 
+def second_x(rows: int, hidden_size: int) -> int:
+    """Where the second area of activations begins: behind the hidden states of all batch rows."""
+    return rows * pitch_bytes(hidden_size)
+
+
 def split_rows(rows: list[Row], x_bytes: int, batch: int) -> list[Row]:
     """A row whose input does not fit for all batch rows at once is repeated for a few of them at a time."""
     result = []
@@ -440,17 +446,21 @@ def split_rows(rows: list[Row], x_bytes: int, batch: int) -> list[Row]:
     return result
 
 
-def load(rows: list[Row]) -> list[Row]:
-    """Puts a plain MIX row in front of a row whose input is not in shared memory."""
+def load(rows: list[Row], second_bytes: int) -> list[Row]:
+    """Puts a plain MIX row in front of a row whose input is not in shared memory: there are two areas, one for the
+    hidden state, and `second_bytes` for what fits them."""
     result: list[Row] = []
-    held: tuple | None = None
+    held: list[tuple | None] = [None, None]
     for row in rows:
         if row.code in (Code.MIX, Code.MLA_COMBINE):
-            held = (row.x, row.rows)
+            held = [(row.x, row.rows), held[1] if row.code == Code.MIX else None]
         elif row.code == Code.MLA_DECODE:
-            held = None
-        elif row.x is not None and held != (row.x, row.rows):
-            need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows)
+            held = [None, None]
+        elif row.x is not None and (row.x, row.rows) in held:
+            row.x_side = held.index((row.x, row.rows))
+        elif row.x is not None:
+            row.x_side = int((row.rows[1] - row.rows[0]) * x_pitch(row) <= second_bytes)
+            need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows, x_side=row.x_side)
             need.args = {"src": row.x, "width": row.x.width}
             need.args |= {k: row.args[k] for k in ("group", "group_pad") if row.code == Code.MOE_DOWN}
             need.item_units = 1 if row.item_units else 0
@@ -458,6 +468,6 @@ def load(rows: list[Row]) -> list[Row]:
             if row.item_units:
                 need.args["first"] = row.args["first"]
             result.append(need)
-            held = (row.x, row.rows)
+            held = [held[0], (row.x, row.rows)] if row.x_side else [(row.x, row.rows), None]
         result.append(row)
     return result

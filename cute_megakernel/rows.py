@@ -86,6 +86,7 @@ class Row:
     reads: list[View] = field(default_factory=list)  # activations that it waits for
     writes: list[Buffer] = field(default_factory=list)  # activations that it hands on
     x: View | None = None  # what must be, or what it puts, in shared memory
+    x_side: int = 0  # in which of its two areas
     args: dict[str, object] = field(default_factory=dict)
     item_units: int = 0  # > 0: per-head rows; the units of one (row, head) item
     rows: tuple[int, int] = (0, 0)  # batch rows [first, end) that it serves

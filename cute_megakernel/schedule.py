@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cute_megakernel.lowering import lower, pitch_bytes, x_pitch
+from cute_megakernel.lowering import lower, second_x, x_pitch
 from cute_megakernel.recording import Buffer, Recording
 from cute_megakernel.rows import STREAMED, Code, Row
 from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, most_slots
@@ -102,9 +102,19 @@ def make_schedule(recording: Recording, config: KimiConfig, sms: int) -> Schedul
 
 
 def x_budget(recording: Recording, config: KimiConfig) -> int:
-    """Shared memory for activations: the hidden state of all rows, and any input of one row."""
-    single = [x_pitch(row) for row in lower(recording, 1 << 30, 1) if row.x is not None and not row.args.get("x_local")]
-    return -(-max(recording.rows * pitch_bytes(config.hidden_size), SMALLEST_X, *single) // 128) * 128
+    """Shared memory for activations: the hidden state of all rows, and any input of one row; the inputs of the other
+    projections beside the hidden state, where that costs no slot of the ring."""
+    rows = [row for row in lower(recording, 1 << 30, 1) if row.x is not None and not row.args.get("x_local")]
+    single, hidden = [x_pitch(row) for row in rows], second_x(recording.rows, config.hidden_size)
+    least = _whole(max(hidden, SMALLEST_X, *single))
+    beside = [recording.rows * x_pitch(row) for row in rows if row.x_side]
+    both = _whole(max(least, hidden + max(beside, default=0)))
+    slots = [kernel_shape(config, recording.rows, 1, size).slots for size in (least, both)]
+    return both if slots[0] == slots[1] else least
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
 
 
 def share_out(rows: list[Row], sms: int) -> list[list[tuple[int, int]]]:

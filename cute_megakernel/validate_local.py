@@ -42,7 +42,8 @@ class Memory:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.x: list[tuple | None] = [None] * schedule.shape.sms
+        self.x: list[dict[int, tuple]] = [{} for _ in range(schedule.shape.sms)]  # by where in x it begins
+        self.ends: dict[tuple[int, int], int] = {}  # where what begins there ends
         self.items: list[dict[str, tuple]] = [{} for _ in range(schedule.shape.sms)]
         self.lists: list[object] = []  # expert ids of the routers so far
         self.free = True
@@ -51,15 +52,23 @@ class Memory:
     def forget(self, where: str) -> None:
         """A launch may begin here: whatever is in shared memory is lost."""
         expect(self.free, where, "a launch may begin here, but the list of experts is in use")
-        self.x = [None] * self.schedule.shape.sms
+        self.x = [{} for _ in range(self.schedule.shape.sms)]
         self.items = [{} for _ in range(self.schedule.shape.sms)]
 
     def put_x(self, row: Row, f: Fields, parts: list[Part]) -> None:
         for part in parts:
             assert part.sm is not None
-            self.x[part.sm] = (
-                None if row.code == Code.MLA_DECODE else self._key(row, f, part, row.code == Code.MLA_COMBINE)
-            )
+            held, at, shape = self.x[part.sm], f["x_at"], self.schedule.shape
+            if row.code == Code.MLA_DECODE:
+                held.clear()
+                continue
+            end = at + (row.rows[1] - row.rows[0]) * f["x_pitch"]
+            if row.code == Code.MLA_COMBINE:
+                end = shape.x_bytes
+            for other in [other for other in held if at <= other < end or (other < at < self.ends[part.sm, other])]:
+                del held[other]
+            held[at] = self._key(row, f, part, row.code == Code.MLA_COMBINE)
+            self.ends[part.sm, at] = end
 
     def _key(self, row: Row, f: Fields, part: Part, heads: bool) -> tuple:
         if not heads:
@@ -72,7 +81,7 @@ class Memory:
         local = row.code == Code.LINEAR and f["local"] != 0
         for part in parts:
             assert part.sm is not None
-            held, want = self.x[part.sm], self._key(row, f, part, local)
+            held, want = self.x[part.sm].get(f["x_at"]), self._key(row, f, part, local)
             if held != want:
                 raise ScheduleError(f"{where}: SM {part.sm} holds {_show(held)}, not {_show(want)}")
 

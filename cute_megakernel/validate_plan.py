@@ -64,7 +64,7 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
 
 def _check_mix(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
     shape, width = schedule.shape, f["width"]
-    used = (row.rows[1] - row.rows[0]) * f["x_pitch"]
+    used = f["x_at"] + (row.rows[1] - row.rows[0]) * f["x_pitch"]
     expect(used <= shape.x_bytes, where, f"x takes {used} of {shape.x_bytes} bytes")
     quads = mix_quads(shape.hidden_size)
     expect(

@@ -49,7 +49,7 @@ class Work:
         self.half = (sm.warp & 1) * (self.blocks * self.tpp * 512)  # where in a slot this warp's piece begins
         rows = f["r1"] - f["r0"]
         self.inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
-        self.x = x_address(sm, f["x_pitch"], rows) + self.inside * f["x_off"]
+        self.x = x_address(sm, f, rows) + self.inside * f["x_off"]
         self.step = self.inside * (self.blocks * 64)
         self.x_batch = self.inside * f["x_batch"]
 

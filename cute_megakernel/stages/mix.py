@@ -86,7 +86,7 @@ def _zero_pads(sm: Sm, f: Fields, row: Int32):
 
 
 def x_row(sm: Sm, row: Int32, f: Fields) -> Int32:
-    return region(sm, "x") + row * f["x_pitch"]
+    return region(sm, "x") + f["x_at"] + row * f["x_pitch"]
 
 
 def st_quad(address: Int32, first: Int32, second: Int32):

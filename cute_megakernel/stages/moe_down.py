@@ -89,7 +89,7 @@ def _piece(sm: Sm, f: Fields, pos: Int32, piece: Int32, before: Int32, expert: I
         pick = ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + sm.group + r0)
     picked = ptx.select(pick != NOT_PICKED, Int32(1), Int32(0))
     step = picked * (128 if sm.shape.mxfp4 else 64)
-    at = region(sm, "x") + sm.group * f["x_pitch"] + pick * f["group_pad"] * 2 + sm.quad * 16
+    at = region(sm, "x") + f["x_at"] + sm.group * f["x_pitch"] + pick * f["group_pad"] * 2 + sm.quad * 16
     weight = ptx.ld_shared_f32(region(sm, "pick_weights") + ((sm.group + r0) * 32 + picked * pick) * 4)
     first = (piece - before) * tpp  # tile and piece of this SM's, pieces counted through
     in_tile = first - ((first * f["magic"]) >> 20) * ppt

@@ -53,7 +53,7 @@ def _piece(sm: Sm, f: Fields, pos: Int32, piece: Int32, entry: Int32):
     in_tile = piece - ((piece * f["magic"]) >> 20) * f["ppt"]
     wait_full(sm, pos)
     address = ring_slot(sm, pos) + (piece & 1) * (blocks * sm.shape.block_bytes)
-    x = x_address(sm, f["x_pitch"], rows) + in_tile * blocks * step
+    x = x_address(sm, f, rows) + in_tile * blocks * step
     c0, c1 = multiply(sm, address, x, step, blocks, sm.shape.mxfp4)
     put_sums(sm, entry + piece, c0, c1)
     release(sm, pos)

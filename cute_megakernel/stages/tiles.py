@@ -17,16 +17,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Sm, region
+from cute_megakernel.core import Fields, Sm, region
 
 CODES = 0x81C081C0 - (1 << 32)  # sign and magnitude of a code in both halves, as a bfloat16
 BF16_TURN, MXFP4_TURN = 4, 2  # blocks of one turn of the loop
 
 
-def x_address(sm: Sm, pitch: Int32, rows: Int32) -> Int32:
+def x_address(sm: Sm, f: Fields, rows: Int32) -> Int32:
     """Where this lane reads activations: its batch row, or the zeros where there is no such row."""
-    inside = sm.group < rows
-    return ptx.select(inside, region(sm, "x") + sm.group * pitch + sm.quad * 16, region(sm, "zero"))
+    at = region(sm, "x") + f["x_at"] + sm.group * f["x_pitch"] + sm.quad * 16
+    return ptx.select(sm.group < rows, at, region(sm, "zero"))
 
 
 @cute.jit
