@@ -71,9 +71,8 @@ def _piece(
 ):
     """Piece `piece` of the tiles from `low` on: blocks of one tile, or `tpp` whole tiles."""
     rows, ppt, tpp, blocks = f["r1"] - f["r0"], f["ppt"], f["tpp"], f["piece"]
-    inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
-    x = x_address(sm, f["x_pitch"], rows) + inside * f["x_off"]
-    x_batch, in_tile, tile = inside * f["x_batch"], Int32(0), low + piece * tpp
+    x, second = x_address(sm, f["x_pitch"], rows, False)
+    x, x_batch, in_tile, tile = x + f["x_off"], f["x_batch"], Int32(0), low + piece * tpp
     if ppt > 1:
         tile = (piece * f["magic"]) >> 20
         in_tile = piece - tile * ppt
@@ -82,12 +81,12 @@ def _piece(
     address = ring_slot(sm, pos) + (piece & 1) * (blocks * tpp * 512)
     t = Int32(0)
     while (t < tpp) & (tile < start + count):
-        xs = x + inside * in_tile * blocks * 64
+        xs = x + in_tile * blocks * 64
         if x_batch != 0:
             head = (tile - item * f["total"]) // f["batch_tiles"]
             xs = xs + (head - f["local"] * (low // f["batch_tiles"])) * x_batch
-        c0, c1 = multiply(sm, address, xs, inside * 64, blocks, False)
-        put_sums(sm, turn * sm.shape.sums + (tile - start) * ppt + in_tile, c0, c1)
+        sums = multiply(sm, address, xs, second, blocks, False)
+        put_sums(sm, turn * sm.shape.sums + (tile - start) * ppt + in_tile, sums)
         address = address + blocks * 512
         tile += 1
         t += 1

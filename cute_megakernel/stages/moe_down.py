@@ -10,6 +10,7 @@ zeros for it.
 Rounding   float32 sums and weights, one rounding to bfloat16 at the end
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -28,7 +29,15 @@ from cute_megakernel.core import (
 )
 from cute_megakernel.shape import CONSUMERS, PICKS, SLOT_BYTES
 from cute_megakernel.stages.moe_router import NOT_PICKED
-from cute_megakernel.stages.tiles import add_sums, multiply, sums_address, unit_of_thread
+from cute_megakernel.stages.tiles import (
+    add_sums,
+    lane_inputs,
+    lane_row,
+    multiply,
+    products,
+    sums_address,
+    unit_of_thread,
+)
 
 HALF_SLOT = SLOT_BYTES // 2
 
@@ -80,31 +89,45 @@ def _clear_sums(sm: Sm, pieces: Int32):
 @cute.jit
 def _piece(sm: Sm, f: Fields, pos: Int32, piece: Int32, before: Int32, expert: Int32, tiles: Int32):
     """One piece of an expert, scaled by the weight each batch row gives it, to the place of that pick."""
-    rows, r0, ppt, tpp, blocks = f["r1"] - f["r0"], f["r0"], f["ppt"], f["tpp"], f["piece"]
-    pick = Int32(NOT_PICKED)
-    if sm.group < rows:
-        pick = ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + sm.group + r0)
-    picked = ptx.select(pick != NOT_PICKED, Int32(1), Int32(0))
-    step = picked * (128 if sm.shape.mxfp4 else 64)
-    at = region(sm, "x") + sm.group * f["x_pitch"] + pick * f["group_pad"] * 2 + sm.quad * 16
-    weight = ptx.ld_shared_f32(region(sm, "pick_weights") + ((sm.group + r0) * 32 + picked * pick) * 4)
+    ppt, tpp, blocks = f["ppt"], f["tpp"], f["piece"]
     first = (piece - before) * tpp  # tile and piece of this SM's, pieces counted through
     in_tile = first - ((first * f["magic"]) >> 20) * ppt
-    x = ptx.select(picked != 0, at + in_tile * blocks * step, region(sm, "zero"))
+    row = lane_row(sm, sm.shape.mxfp4)
+    x, second = _x_of(sm, f, expert, row), Int32(0)
+    if cutlass.const_expr(products(sm.shape) == 2):
+        second = _x_of(sm, f, expert, row + 4) - x
+    x = x + lane_inputs(sm, sm.shape.mxfp4) + in_tile * blocks * (128 if sm.shape.mxfp4 else 64)
     wait_full(sm, pos)
     address = ring_slot(sm, pos) + (piece & 1) * (HALF_SLOT)
     t = Int32(0)
     while (t < tpp) & (first + t < tiles * ppt):
-        c0, c1 = multiply(sm, address, x, step, blocks, sm.shape.mxfp4)
-        if picked != 0:
-            entry = _entry(first + t, in_tile, pick, ppt)
-            sums = sums_address(sm, entry) + sm.group * 32 + sm.quad * 8
-            ptx.st_shared_v2_f32(sums, weight * c0, weight * c1)
+        sums = multiply(sm, address, x, second, blocks, sm.shape.mxfp4)
+        for p in cutlass.range_constexpr(products(sm.shape)):
+            _put(sm, f, expert, sm.quad + 4 * p, first + t, in_tile, sums[p])
         address = address + blocks * sm.shape.block_bytes
         t += 1
     release(sm, pos)
 
 
-def _entry(piece: Int32, in_tile: Int32, pick: Int32, ppt: Int32) -> Int32:
-    """[tile, pick, piece of the tile]"""
-    return (piece - in_tile) * PICKS + pick * ppt + in_tile
+def _pick_of(sm: Sm, f: Fields, expert: Int32, row: Int32) -> Int32:
+    """Which pick of the batch row the expert is, NOT_PICKED where it is none or there is no such row."""
+    inside = row < f["r1"] - f["r0"]
+    pick = ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + ptx.select(inside, row + f["r0"], f["r0"]))
+    return ptx.select(inside, pick, Int32(NOT_PICKED))
+
+
+def _x_of(sm: Sm, f: Fields, expert: Int32, row: Int32) -> Int32:
+    """Inputs of the expert from a batch row; any where it did not pick it."""
+    pick = _pick_of(sm, f, expert, row)
+    at = row * f["x_pitch"] + pick * f["group_pad"] * 2
+    return region(sm, "x") + ptx.select(pick != NOT_PICKED, at, Int32(0))
+
+
+@cute.jit
+def _put(sm: Sm, f: Fields, expert: Int32, row: Int32, piece: Int32, in_tile: Int32, value: Float32):
+    """The product of a batch row by the weight that it gives the expert, to the place of that pick."""
+    pick = _pick_of(sm, f, expert, row)
+    if pick != NOT_PICKED:
+        weight = ptx.ld_shared_f32(region(sm, "pick_weights") + ((row + f["r0"]) * 32 + pick) * 4)
+        entry = (piece - in_tile) * PICKS + pick * f["ppt"] + in_tile  # [tile, pick, piece of the tile]
+        ptx.st_shared_f32(sums_address(sm, entry) + row * 32 + sm.group * 4, weight * value)

@@ -47,15 +47,13 @@ def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
 @cute.jit
 def _piece(sm: Sm, f: Fields, pos: Int32, piece: Int32, entry: Int32):
     """One piece of this SM's tiles; its sums go to `entry` + piece."""
-    rows, blocks = f["r1"] - f["r0"], f["piece"]
-    inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
-    step = inside * (128 if sm.shape.mxfp4 else 64)
+    blocks = f["piece"]
     in_tile = piece - ((piece * f["magic"]) >> 20) * f["ppt"]
     wait_full(sm, pos)
     address = ring_slot(sm, pos) + (piece & 1) * (blocks * sm.shape.block_bytes)
-    x = x_address(sm, f["x_pitch"], rows) + in_tile * blocks * step
-    c0, c1 = multiply(sm, address, x, step, blocks, sm.shape.mxfp4)
-    put_sums(sm, entry + piece, c0, c1)
+    x, second = x_address(sm, f["x_pitch"], f["r1"] - f["r0"], sm.shape.mxfp4)
+    x = x + in_tile * blocks * (128 if sm.shape.mxfp4 else 64)
+    put_sums(sm, entry + piece, multiply(sm, address, x, second, blocks, sm.shape.mxfp4))
     release(sm, pos)
 
 
