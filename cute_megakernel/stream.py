@@ -1,8 +1,9 @@
 """The streaming warp: copies what the rows of this SM will consume into the ring, in their order, as far ahead as slots
 are free. It waits for nothing that is being computed, but for the router's choice of experts.
 
-No more than `in_flight` copies are on their way at a time: what the memory system has queued for an SM delays the words
-that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md, megakernel).
+No more than `in_flight` full slots are on their way at a time, or as many bytes in slots that hold less: what the
+memory system has queued for an SM delays the words that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md,
+megakernel).
 """
 
 import cutlass.cute as cute
@@ -69,10 +70,10 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int3
 @cute.jit
 def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: Int32) -> Int32:
     """A contiguous piece of memory into as many slots as it takes, `per_slot` bytes each."""
-    done = Int32(0)
+    done, most = Int32(0), _most_slots(sm, per_slot)
     while done < nbytes:
         size = ptx.select(nbytes - done < per_slot, nbytes - done, per_slot)
-        _reserve(sm, pos, size)
+        _reserve(sm, pos, size, most)
         if sm.lane == 0:
             ptx.bulk_copy(ring_slot(sm, pos), source + Int64(done), size, _full(sm, pos))
         pos += 1
@@ -84,12 +85,24 @@ def _full(sm: Sm, pos: Int32) -> Int32:
     return region(sm, "full") + slot_index(sm, pos) * 8
 
 
+def _most_slots(sm: Sm, per_slot: Int32) -> Int32:
+    """Slots of `per_slot` bytes that may be on their way at a time."""
+    most = sm.batch["in_flight"] * SLOT_BYTES // per_slot
+    return ptx.select(most < sm.shape.slots, most, Int32(sm.shape.slots))
+
+
 @cute.jit
-def _reserve(sm: Sm, pos: Int32, nbytes: Int32):
-    """Waits until the slot is free and not too much is on its way, and announces `nbytes`."""
+def _wait_turn(sm: Sm, pos: Int32, most: Int32):
+    """Until the slot is free and fewer than `most` are on their way."""
     wait_empty(sm, pos)
-    if pos >= sm.batch["in_flight"]:
-        wait_full(sm, pos - sm.batch["in_flight"])
+    if pos >= most:
+        wait_full(sm, pos - most)
+
+
+@cute.jit
+def _reserve(sm: Sm, pos: Int32, nbytes: Int32, most: Int32):
+    """Waits for the slot's turn and announces `nbytes`."""
+    _wait_turn(sm, pos, most)
     if sm.lane == 0:
         ptx.mbarrier_expect(_full(sm, pos), nbytes)
     ptx.sync_warp()
@@ -104,8 +117,9 @@ def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
     low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
     left, place = (high - low) * ppt, low // total
     inside = (low - place * total) * ppt  # piece of the expert
+    most = _most_slots(sm, 2 * nbytes)
     while left > 0:
-        _reserve(sm, pos, ptx.select(left < 2, nbytes, 2 * nbytes))
+        _reserve(sm, pos, ptx.select(left < 2, nbytes, 2 * nbytes), most)
         for side in range(ptx.select(left < 2, left, Int32(2))):
             if inside == total * ppt:
                 place, inside = place + 1, Int32(0)
@@ -143,6 +157,7 @@ def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     tpp, r0, r1 = f["tpp"], f["r0"], f["r1"]
     most, block_bytes = f["piece"] * tpp, sm.shape.block_bytes
     blocks = (end - first) * f["kb"]
+    slots = _most_slots(sm, 2 * ptx.select(blocks < most, blocks, most) * block_bytes)
     experts, side, left = ptx.ld_shared_b32(region(sm, "ids")), Int32(0), Int32(0)
     for place in range(experts):
         left += serves(sm, place, r0, r1)
@@ -153,9 +168,7 @@ def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
             while done < blocks:
                 size = ptx.select(blocks - done < most, blocks - done, most)
                 if side == 0:
-                    wait_empty(sm, pos)
-                    if pos >= sm.batch["in_flight"]:
-                        wait_full(sm, pos - sm.batch["in_flight"])
+                    _wait_turn(sm, pos, slots)
                 if sm.lane == 0:
                     expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
                     source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
