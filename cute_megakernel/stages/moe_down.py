@@ -3,9 +3,8 @@
     y[r] = sum over picks of topk_weights * (w2[expert] . m[r, pick])
 
 The experts of the step come one after the other in ascending order. A warp does a piece of one expert, scales it by
-the weight that each batch row gives that expert, and leaves it at the row's pick; at the end the picks of a row are
-added in their own order, so a row does not depend on what its neighbours picked. Rows that did not pick an expert read
-zeros for it.
+the weight that each batch row gives that expert, and leaves it at the row's pick, for the rows that picked it; at the
+end the picks of a row are added in their own order, so a row does not depend on what its neighbours picked.
 
 Rounding   float32 sums and weights, one rounding to bfloat16 at the end
 """
@@ -27,7 +26,7 @@ from cute_megakernel.core import (
     wait_full,
     word_address,
 )
-from cute_megakernel.shape import CONSUMERS, PICKS, SLOT_BYTES
+from cute_megakernel.shape import PICKS, SLOT_BYTES
 from cute_megakernel.stages.moe_router import NOT_PICKED
 from cute_megakernel.stages.tiles import (
     add_sums,
@@ -45,11 +44,37 @@ HALF_SLOT = SLOT_BYTES // 2
 @cute.jit
 def serves(sm: Sm, expert: Int32, r0: Int32, r1: Int32) -> Int32:
     """Whether any batch row of [r0, r1) picked the expert at this place of the list."""
-    found = ptx.select(r1 - r0 == sm.shape.rows, Int32(1), Int32(0))  # an expert of the list was picked by some row
-    for r in range(r0, ptx.select(found != 0, r0, r1)):
+    found = Int32(0)
+    for r in range(r0, r1):
         if ptx.ld_shared_u8(region(sm, "slot_of") + expert * 8 + r) != NOT_PICKED:
             found = Int32(1)
     return found
+
+
+@cute.jit
+def served_experts(sm: Sm, r0: Int32, r1: Int32) -> Int32:
+    """How many experts of the list any batch row of [r0, r1) picked: all of them where those are all batch rows."""
+    experts = ptx.ld_shared_b32(region(sm, "ids"))
+    count = experts
+    if r1 - r0 != sm.shape.rows:
+        count = Int32(0)
+        for expert in range(experts):
+            count += serves(sm, expert, r0, r1)
+    return count
+
+
+@cute.jit
+def _expert_of(sm: Sm, piece: Int32, per_expert: Int32, r0: Int32, r1: Int32):
+    """Place in the list of the expert that a piece belongs to, and the number of pieces before it."""
+    expert = piece // per_expert
+    before = expert * per_expert
+    if r1 - r0 != sm.shape.rows:
+        following = Int32(0)
+        for place in range(ptx.ld_shared_b32(region(sm, "ids"))):
+            if (following <= piece) & (serves(sm, place, r0, r1) != 0):
+                expert, before = place, following
+                following += per_expert
+    return expert, before
 
 
 @cute.jit
@@ -57,33 +82,22 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     """Experts of the list one after the other, each cut into the same pieces; a warp does those in its slots."""
     ppt, tpp, tiles, r0, r1 = f["ppt"], f["tpp"], high - low, f["r0"], f["r1"]
     per_expert = (tiles * ppt + tpp - 1) // tpp
-    _clear_sums(sm, tiles * ppt)
-    sync(sm)
-    experts = ptx.ld_shared_b32(region(sm, "ids"))
-    own, done = first_own(sm, pos), Int32(0)  # pieces of the experts before
-    for expert in range(experts):
-        if serves(sm, expert, r0, r1) != 0:
-            while 2 * own + (sm.warp & 1) < done + per_expert:
-                _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), done, expert, tiles)
-                own += sm.shape.slots
-            done += per_expert
-    slots = (done + 1) // 2
+    pieces = served_experts(sm, r0, r1) * per_expert
+    own = first_own(sm, pos)
+    while 2 * own + (sm.warp & 1) < pieces:
+        piece = 2 * own + (sm.warp & 1)
+        expert, before = _expert_of(sm, piece, per_expert, r0, r1)
+        _piece(sm, f, pos + own, piece, before, expert, tiles)
+        own += sm.shape.slots
+    slots = (pieces + 1) // 2
     pass_by(sm, pos, own, slots)
     sync(sm)
     place, row, half, mine = unit_of_thread(sm, tiles)
     if mine & (row < r1 - r0):
-        v0, v1, v2, v3 = add_sums(sm, place * ppt * PICKS, row, half, ppt * PICKS)
+        v0, v1, v2, v3 = add_sums(sm, place * ppt * PICKS, row, half, ppt * sm.shape.top_k)
         at = f["dst"] + (row + r0) * f["dst_pitch"] + 4 * (low + place) + 2 * half
         ptx.st_word_pair(word_address(sm, at), ptx.pack_bf16(v0, v1), ptx.pack_bf16(v2, v3), sm.tag)
     return pos + slots
-
-
-@cute.jit
-def _clear_sums(sm: Sm, pieces: Int32):
-    i = sm.thread
-    while i < pieces * (PICKS * sm.shape.rows * 4):
-        ptx.st_shared_v2_f32(region(sm, "sums") + i * 8, Float32(0.0), Float32(0.0))
-        i += CONSUMERS
 
 
 @cute.jit
