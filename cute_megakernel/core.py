@@ -274,15 +274,6 @@ def release(sm: Sm, pos: Int32):
     ptx.mbarrier_arrive_lane0(region(sm, "empty") + slot_index(sm, pos) * 8, sm.lane)
 
 
-@cute.jit
-def pass_by_old(sm: Sm, pos: Int32, own: Int32, slots: Int32):
-    """Releases own slots from `own` on in which this warp has no piece."""
-    while own < slots:
-        wait_full(sm, pos + own)
-        release(sm, pos + own)
-        own += sm.shape.slots
-
-
 # Reductions
 
 

@@ -8,8 +8,9 @@
     paired experts  the same with gate and up rows alternating
 
 Rows and inputs are padded with zeros to whole blocks. MXFP4 stays at 4 bits: a block is 8 outputs by 64 inputs, 256
-bytes of codes and 16 bytes of scales; in the code word of a lane the sign and magnitude of a pair sit three bits below
-those of the pair before, so that a shift and a mask make two bfloat16 numbers (`stages/tiles.py` decodes them).
+bytes of codes and 16 bytes of scales, each one more than its E8M0 code; in the code words of a lane the sign and
+magnitude of a pair sit three bits below those of the pair before, so that a shift and a mask make two bfloat16 numbers
+(`stages/tiles.py` decodes them).
 """
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from kimi_kernels.mxfp4 import unpack
 
 Tensor = torch.Tensor
-MAX_SCALE = 128  # 2^(128 - 127): the decoder multiplies by 2^(scale - 1), a bfloat16
+MAX_SCALE = 253  # 2^(253 - 127): the decoder multiplies by a float of the exponent field scale + 1
 
 
 class ImageError(ValueError):
@@ -42,21 +43,23 @@ def mxfp4_blocks(packed: Tensor, scale: Tensor) -> Tensor:
     if (scale > MAX_SCALE).any():
         raise ImageError(f"MXFP4 scales above 2^{MAX_SCALE - 127} or NaN: got E8M0 code {int(scale.max())}")
     codes = _pad(unpack(packed), 8, 64)
-    scales = _pad(scale, 8, 2)
+    scales = _pad(scale + 1, 8, 2)
     *batch, n, c = codes.shape
-    words = mxfp4_words(codes.reshape(*batch, n, c // 8, 8))  # [..., N, C/8]
-    words = words.reshape(*batch, n // 8, 8, c // 64, 2, 4)  # halves of a block, quads of a half
-    words = words.movedim(-3, -4).transpose(-1, -2).contiguous()  # [..., N/8, C/64, 8, quad, half]
+    codes = codes.reshape(*batch, n // 8, 8, c // 64, 2, 4, 8)  # halves of a block, quads of a half
+    words = mxfp4_words(codes.movedim(-4, -5).transpose(-2, -3))  # [..., N/8, C/64, 8, quad, half]
     bytes_ = words.reshape(*batch, n // 8, c // 64, 64).view(torch.uint8)
     pairs = scales.reshape(*batch, n // 8, 8, c // 64, 2).transpose(-3, -2).reshape(*batch, n // 8, c // 64, 16)
     return torch.cat([bytes_, pairs], dim=-1).contiguous()
 
 
 def mxfp4_words(codes: Tensor) -> Tensor:
-    """Eight codes [..., 8] -> one int32: code 2p of pair p in the low half, code 2p + 1 in the high half.
+    """Eight codes of either half [..., 2, 8] -> an int32 of each [..., 2]: code 2p of pair p in its low half, code
+    2p + 1 in its high half.
 
-    In each half, pair p of 0, 1, 2 has its sign at bit 15 - 3p and its magnitude at bits 8 - 3p ... 6 - 3p; the last
-    pair takes what is left: sign at bit 14, magnitude at bits 13, 11, 10.
+    In each half, pair p of 0, 1, 2 has its sign at bit 15 - 3p and its magnitude at bits 8 - 3p ... 6 - 3p. The last
+    pairs share what is left of both words: that of the first word has its sign at bit 14 and the end of its magnitude
+    at bit 13, that of the last word has them at bits 11 and 10 of the first, the rest of the magnitudes is at bits 14,
+    13 and 11, 10 of the last.
     """
     codes = codes.to(torch.int32)
     sign, size = codes >> 3, codes & 7
@@ -65,8 +68,10 @@ def mxfp4_words(codes: Tensor) -> Tensor:
         half = torch.zeros_like(codes[..., 0])
         for p in range(3):
             half |= (sign[..., 2 * p + odd] << (15 - 3 * p)) | (size[..., 2 * p + odd] << (6 - 3 * p))
-        s, m = sign[..., 6 + odd], size[..., 6 + odd]
-        halves.append(half | (s << 14) | ((m >> 2) << 13) | ((m & 3) << 10))
+        (s0, s1), (m0, m1) = sign[..., 6 + odd].unbind(-1), size[..., 6 + odd].unbind(-1)
+        first = (s0 << 14) | ((m0 & 1) << 13) | (s1 << 11) | ((m1 & 1) << 10)
+        last = ((m0 >> 1) << 13) | ((m1 >> 1) << 10)
+        halves.append(half | torch.stack([first, last], dim=-1))
     return halves[0] | (halves[1] << 16)
 
 

@@ -27,7 +27,7 @@ from kimi_kernels.weights import ModelWeights
 
 Tensor = torch.Tensor
 MAX_ROWS = 8
-DEFAULT_IN_FLIGHT = 4  # copies on their way to an SM at most
+DEFAULT_IN_FLIGHT = 4  # full slots on their way to an SM at most
 POLL_NS = 0  # between two looks at activations that are not there yet
 OVERLAP = 1 << 30
 NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has

@@ -42,16 +42,6 @@ def ld_shared_v4_b32(addr: Int32):
     return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
 
 
-def ld_shared_v4_b32_if(condition: Int32, addr: Int32):
-    """Four words, zeros where `condition` is 0: a quarter of a warp that loads nothing costs nothing."""
-    text = (
-        "{ .reg .pred p; .reg .b32 a; .reg .b32 b; .reg .b32 c; .reg .b32 d; setp.ne.s32 p, {$r0}, 0;"
-        " mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0; mov.b32 d, 0; @p ld.shared.v4.b32 { a, b, c, d }, [{$r1}];"
-        " mov.b32 {$w0}, a; mov.b32 {$w1}, b; mov.b32 {$w2}, c; mov.b32 {$w3}, d; }"
-    )
-    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[condition, addr])
-
-
 def ld_shared_v4_f32(addr: Int32):
     text = "ld.shared.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
     return inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[addr])
@@ -313,19 +303,7 @@ def redux_min_u32(value: Int32) -> Int32:
     return Int32(cute.arch.warp_redux_sync(Uint32(value), "umin"))
 
 
-def mma_bf16(c0: Float32, c1: Float32, a0: Int32, a2: Int32, b0: Int32, b1: Int32):
-    """D[8, 8] += A[8, 16] B[16, 8]: rows of activations times rows of weights. The upper half of the instruction's 16
-    activation rows is zero; its results are dropped."""
-    text = (
-        "{ .reg .f32 z0; .reg .f32 z1; .reg .b32 a; mov.b32 a, 0;"
-        " mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-        " { {$w0}, {$w1}, z0, z1 }, { {$r0}, a, {$r1}, a }, { {$r2}, {$r3} },"
-        " { {$r4}, {$r5}, 0f00000000, 0f00000000 }; }"
-    )
-    return inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[a0, a2, b0, b1, c0, c1])
-
-
-def mma_bf16_full(c, a, b):
+def mma_bf16(c, a, b):
     """D[16, 8] += A[16, 16] B[16, 8] on four, four and two registers."""
     text = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { {$w0}, {$w1}, {$w2}, {$w3} },"
@@ -334,8 +312,9 @@ def mma_bf16_full(c, a, b):
     return inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *c])
 
 
-def mul_bf16x2(a: Int32, b: Int32) -> Int32:
-    return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+def mul_bf16x2(a: Int32, b: int) -> Int32:
+    text = "{ .reg .b32 t; mov.b32 t, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, t; }"  # takes no constants
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, Int32(b)])
 
 
 def add_bf16x2(a: Int32, b: Int32) -> Int32:
@@ -362,6 +341,12 @@ def high_bf16(pair: Int32) -> Float32:
 def shift_half(pair: Int32, index: Int32) -> Int32:
     """The bfloat16 of an even index (low half) or an odd one (high half), in the low half."""
     return select(index % 2 == 0, pair & 0xFFFF, (pair >> 16) & 0xFFFF)
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c, rounded once."""
+    text = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return inline_ptx(text, write_only_types=[Float32], read_only_args=[a, b, c])
 
 
 def float_bits(value: Float32) -> Int32:

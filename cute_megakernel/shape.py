@@ -6,6 +6,7 @@ CONSUMER_WARPS = 16
 CONSUMERS = CONSUMER_WARPS * 32
 THREADS = CONSUMERS + 32  # one more warp streams
 SLOT_BYTES = 20480  # two pieces of up to 20 bfloat16 blocks
+MXFP4_PIECE = 28  # blocks at most, 7616 bytes: fewer than fit, for they are work to decode
 STATE_BYTES = 16384  # of a recurrent state in one slot
 SHARED_BYTES = 232448  # most that a block may have, sm_90 and sm_100
 FIELD_WORDS = 64  # words of a table row
@@ -64,7 +65,7 @@ class Pieces:
 
     @classmethod
     def of(cls, kb: int, mxfp4: bool) -> "Pieces":
-        most = 14 if mxfp4 else SLOT_BYTES // 1024  # blocks of half a slot; MXFP4 fewer, for it is work to decode
+        most = MXFP4_PIECE if mxfp4 else SLOT_BYTES // 1024  # blocks of half a slot
         if kb <= most:
             return cls(kb, 1, most // kb)
         blocks = next(size for size in range(most, 0, -1) if kb % size == 0)

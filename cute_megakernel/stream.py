@@ -1,8 +1,9 @@
 """The streaming warp: copies what the rows of this SM will consume into the ring, in their order, as far ahead as slots
 are free. It waits for nothing that is being computed, but for the router's choice of experts.
 
-No more than `in_flight` copies are on their way at a time: what the memory system has queued for an SM delays the words
-that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md, megakernel).
+No more than `in_flight` full slots are on their way at a time, or as many bytes in slots that hold less: what the
+memory system has queued for an SM delays the words that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md,
+megakernel).
 """
 
 import cutlass.cute as cute
@@ -24,7 +25,7 @@ from cute_megakernel.core import (
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, STATE_BYTES
 from cute_megakernel.stages.kda_head import is_new, slot_of_row
-from cute_megakernel.stages.moe_down import serves
+from cute_megakernel.stages.moe_down import served_experts, serves
 from cute_megakernel.stages.moe_gate_up import share
 
 
@@ -81,10 +82,10 @@ def _prefetch(sm: Sm, f: Fields):
 @cute.jit
 def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: Int32) -> Int32:
     """A contiguous piece of memory into as many slots as it takes, `per_slot` bytes each."""
-    done = Int32(0)
+    done, most = Int32(0), _most_slots(sm, per_slot)
     while done < nbytes:
         size = ptx.select(nbytes - done < per_slot, nbytes - done, per_slot)
-        _reserve(sm, pos, size)
+        _reserve(sm, pos, size, most)
         if sm.lane == 0:
             ptx.bulk_copy(ring_slot(sm, pos), source + Int64(done), size, _full(sm, pos))
         pos += 1
@@ -96,12 +97,24 @@ def _full(sm: Sm, pos: Int32) -> Int32:
     return region(sm, "full") + slot_index(sm, pos) * 8
 
 
+def _most_slots(sm: Sm, per_slot: Int32) -> Int32:
+    """Slots of `per_slot` bytes that may be on their way at a time."""
+    most = sm.batch["in_flight"] * SLOT_BYTES // per_slot
+    return ptx.select(most < sm.shape.slots, most, Int32(sm.shape.slots))
+
+
 @cute.jit
-def _reserve(sm: Sm, pos: Int32, nbytes: Int32):
-    """Waits until the slot is free and not too much is on its way, and announces `nbytes`."""
+def _wait_turn(sm: Sm, pos: Int32, most: Int32):
+    """Until the slot is free and fewer than `most` are on their way."""
     wait_empty(sm, pos)
-    if pos >= sm.batch["in_flight"]:
-        wait_full(sm, pos - sm.batch["in_flight"])
+    if pos >= most:
+        wait_full(sm, pos - most)
+
+
+@cute.jit
+def _reserve(sm: Sm, pos: Int32, nbytes: Int32, most: Int32):
+    """Waits for the slot's turn and announces `nbytes`."""
+    _wait_turn(sm, pos, most)
     if sm.lane == 0:
         ptx.mbarrier_expect(_full(sm, pos), nbytes)
     ptx.sync_warp()
@@ -116,12 +129,14 @@ def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
     low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
     left, place = (high - low) * ppt, low // total
     inside = (low - place * total) * ppt  # piece of the expert
+    most, weight, stride = _most_slots(sm, 2 * nbytes), address_of(f, "weight"), address_of(f, "expert_stride")
     while left > 0:
-        _reserve(sm, pos, ptx.select(left < 2, nbytes, 2 * nbytes))
+        _reserve(sm, pos, ptx.select(left < 2, nbytes, 2 * nbytes), most)
         for side in range(ptx.select(left < 2, left, Int32(2))):
             if inside == total * ppt:
                 place, inside = place + 1, Int32(0)
-            _put_piece(sm, f, pos, side * nbytes, place, inside, nbytes)
+            source = weight + Int64(inside) * Int64(nbytes)
+            _put_piece(sm, pos, side * nbytes, source, stride, place, nbytes)
             inside += 1
         left -= 2
         pos += 1
@@ -129,12 +144,12 @@ def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
 
 
 @cute.jit
-def _put_piece(sm: Sm, f: Fields, pos: Int32, at: Int32, place: Int32, piece: Int32, nbytes: Int32):
-    """Copies piece `piece` of the expert at `place` of the list to `at` bytes of the slot."""
+def _put_piece(sm: Sm, pos: Int32, at: Int32, source: Int64, stride: Int64, place: Int32, nbytes: Int32):
+    """Copies a piece of the expert at `place` of the list, which the first expert has at `source`, to `at` bytes of the
+    slot."""
     if sm.lane == 0:
         expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
-        source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride") + Int64(piece) * Int64(nbytes)
-        ptx.bulk_copy(ring_slot(sm, pos) + at, source, nbytes, _full(sm, pos))
+        ptx.bulk_copy(ring_slot(sm, pos) + at, source + Int64(expert) * stride, nbytes, _full(sm, pos))
 
 
 @cute.jit
@@ -155,33 +170,32 @@ def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     tpp, r0, r1 = f["tpp"], f["r0"], f["r1"]
     most, block_bytes = f["piece"] * tpp, sm.shape.block_bytes
     blocks = (end - first) * f["kb"]
-    experts, side, left = ptx.ld_shared_b32(region(sm, "ids")), Int32(0), Int32(0)
+    slots = _most_slots(sm, 2 * ptx.select(blocks < most, blocks, most) * block_bytes)
+    weight, stride = (
+        address_of(f, "weight") + Int64(first * f["kb"]) * Int64(block_bytes),
+        address_of(f, "expert_stride"),
+    )
+    experts, side = ptx.ld_shared_b32(region(sm, "ids")), Int32(0)
+    left = served_experts(sm, r0, r1) * ((blocks + most - 1) // most)
     for place in range(experts):
-        left += serves(sm, place, r0, r1)
-    left = left * ((blocks + most - 1) // most)
-    for place in range(experts):
-        if serves(sm, place, r0, r1) != 0:
-            done = Int32(0)
-            while done < blocks:
-                size = ptx.select(blocks - done < most, blocks - done, most)
-                if side == 0:
-                    wait_empty(sm, pos)
-                    if pos >= sm.batch["in_flight"]:
-                        wait_full(sm, pos - sm.batch["in_flight"])
-                if sm.lane == 0:
-                    expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
-                    source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
-                    source = source + Int64(first * f["kb"] + done) * Int64(block_bytes)
-                    last = (side == 1) | (left == 1)
-                    ptx.mbarrier_expect_part(_full(sm, pos), size * block_bytes, last)
-                    ptx.bulk_copy(
-                        ring_slot(sm, pos) + side * (SLOT_BYTES // 2), source, size * block_bytes, _full(sm, pos)
-                    )
-                ptx.sync_warp()
-                left -= 1
-                done += most
-                side = side ^ 1
-                if (side == 0) | (left == 0):
-                    pos += 1
-                    side = Int32(0)
+        wanted = Int32(1)
+        if r1 - r0 != sm.shape.rows:
+            wanted = serves(sm, place, r0, r1)
+        done = ptx.select(wanted != 0, Int32(0), blocks)
+        while done < blocks:
+            size = ptx.select(blocks - done < most, blocks - done, most) * block_bytes
+            if side == 0:
+                _wait_turn(sm, pos, slots)
+            if sm.lane == 0:
+                last = (side == 1) | (left == 1)
+                ptx.mbarrier_expect_part(_full(sm, pos), size, last)
+            source = weight + Int64(done * block_bytes)
+            _put_piece(sm, pos, side * (SLOT_BYTES // 2), source, stride, place, size)
+            ptx.sync_warp()
+            left -= 1
+            done += most
+            side = side ^ 1
+            if (side == 0) | (left == 0):
+                pos += 1
+                side = Int32(0)
     return pos

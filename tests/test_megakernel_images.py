@@ -43,21 +43,23 @@ def from_mxfp4(image_bytes: torch.Tensor, n: int, c: int) -> tuple[torch.Tensor,
     raw = image_bytes[..., :256].long().unflatten(-1, (8, 4, 2, 4))  # output, quad, half, byte
     words = sum(raw[..., b] << (8 * b) for b in range(4))  # [..., N/8, C/64, 8, quad, half]
     codes = torch.zeros(*words.shape, 8, dtype=torch.uint8)
+    first, last = words.unbind(-1)
     for place in range(8):
         pair, odd = divmod(place, 2)
-        half = words >> (16 * odd)
         if pair < 3:
-            sign, size = half >> (15 - 3 * pair) & 1, half >> (6 - 3 * pair) & 7
+            half = words >> (16 * odd)
+            codes[..., place] = (half >> (15 - 3 * pair) & 1) << 3 | half >> (6 - 3 * pair) & 7
         else:
-            sign, size = half >> 14 & 1, (half >> 13 & 1) << 2 | half >> 10 & 3
-        codes[..., place] = sign << 3 | size
+            low, high = first >> (16 * odd), last >> (16 * odd)
+            codes[..., 0, place] = (low >> 14 & 1) << 3 | (high >> 13 & 3) << 1 | low >> 13 & 1
+            codes[..., 1, place] = (low >> 11 & 1) << 3 | (high >> 10 & 3) << 1 | low >> 10 & 1
     codes = codes.transpose(-2, -3).flatten(-3)  # [..., N/8, C/64, 8, 64]
     codes = codes.transpose(-2, -3).flatten(-2).flatten(-3, -2)
     scales = image_bytes[..., 256:].unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
     padding = codes.clone()
     padding[..., :n, :c] = 0
     assert not padding.any()
-    return codes[..., :n, :c], scales[..., :n, : -(-c // 32)]
+    return codes[..., :n, :c], scales[..., :n, : -(-c // 32)] - 1
 
 
 @given(n=small, c=small, batch=st.integers(1, 3), seed=seeds)
@@ -121,7 +123,7 @@ def test_every_code_at_every_place_of_a_word():
 def test_scales_that_the_decoder_cannot_hold_are_refused(scale, at):
     _, packed, scales = random_mxfp4((8, 32), 0)
     scales[at, 0] = scale
-    with pytest.raises(ImageError, match=rf"above 2\^1 or NaN: got E8M0 code {scale}"):
+    with pytest.raises(ImageError, match=rf"above 2\^126 or NaN: got E8M0 code {scale}"):
         image("experts", packed, scales)
 
 

@@ -48,10 +48,9 @@ class Work:
         self.pieces = pieces_of(self.tiles, self.ppt, self.tpp, self.magic)
         self.half = (sm.warp & 1) * (self.blocks * self.tpp * 512)  # where in a slot this warp's piece begins
         rows = f["r1"] - f["r0"]
-        self.inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
-        self.x = x_address(sm, f, rows) + self.inside * f["x_off"]
-        self.step = self.inside * (self.blocks * 64)
-        self.x_batch = self.inside * f["x_batch"]
+        self.x, self.second = x_address(sm, f, rows, False)
+        self.x = self.x + f["x_off"]
+        self.step, self.x_batch = self.blocks * 64, f["x_batch"]
 
 
 @cute.jit
@@ -116,8 +115,7 @@ def _piece(sm: Sm, f: Fields, work: Work, phase: Int32, piece: Int32, entry: Int
         xs = x
         if work.x_batch != 0:
             xs = x + _head(f, work, first, item) * work.x_batch
-        c0, c1 = multiply(sm, address, xs, work.inside * 64, work.blocks, False)
-        put_sums(sm, entry + first, c0, c1)
+        put_sums(sm, entry + first, multiply(sm, address, xs, work.second, work.blocks, False))
         address = address + work.blocks * 512
         first += 1
         left -= 1
