@@ -223,7 +223,7 @@ def own_slot(sm: Sm) -> Int32:
 
 
 def first_piece(sm: Sm, pos: Int32) -> Int32:
-    """The first piece of a row that is in this warp's slot, two pieces a slot; every `2 * slots`-th after it is, too."""
+    """The first piece of a row that is in this warp's slot, two pieces a slot; so is every `2 * slots`-th behind it."""
     return 2 * first_own(sm, pos) + (sm.warp & 1)
 
 

@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import torch
 
+from cute_megakernel.images import pair_rows
 from cute_megakernel.lowering import pitch_bytes, second_x, x_pitch
 from cute_megakernel.recording import Buffer, Pool, View
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
-from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, Pieces, mix_quads
+from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, SLOT_BYTES, Pieces, mix_quads
 from cute_megakernel.table import ABSENT, FIELD, WIDE
 
 Address = Callable[[str, object], int]  # (what, subject) -> device address
@@ -77,6 +78,7 @@ class Encoder:
         tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows * values["copies"]))
         whole = tiles // pieces.tiles * pieces.tiles  # a piece never lies in two groups
         values |= {"piece": pieces.blocks, "ppt": pieces.per_tile, "tpp": pieces.tiles}
+        values |= {"copy": pieces.copy, "pitch": pieces.pitch, "second": pieces.second}
         values |= {"group_tiles": whole, "group_pieces": whole * pieces.per_tile // pieces.tiles}
         values["magic"] = -(-(1 << 20) // pieces.per_tile)
 
@@ -144,6 +146,7 @@ class Encoder:
     def _linear(self, row: Row, values: dict):
         args = row.args
         values["weight"] = self.address(args["image"], args["weight"])
+        self._weight_rows(args, values)
         for name in ("kb", "total", "batch_tiles", "n_valid"):
             values[name] = args[name]
         copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
@@ -172,6 +175,11 @@ class Encoder:
         if args["epilogue"].name == "LOGITS":
             values |= {"out": self.address("logits", args["dst"]), "part": self.schedule.extras["best"].start}
 
+    def _weight_rows(self, args: dict, values: dict):
+        """Where the rows of a bfloat16 weight are."""
+        values["row_bytes"] = self.address("row bytes", (args["image"], args["weight"]))
+        values["pair"] = pair_rows(args["weight"].shape[-2]) if args["image"].startswith("paired") else 0
+
     def _moe_router(self, row: Row, values: dict):
         args = row.args
         self._moe += 1
@@ -197,7 +205,15 @@ class Encoder:
         values["weight"] = self.address(args["image"], (args["weight"], args["scale"]))
         values |= {"kb": args["kb"], "total": args["total"], "sub": self._moe}
         self._pieces(values, self.schedule.shape.mxfp4)
-        values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
+        pieces, gate_up = Pieces.of(args["kb"], self.schedule.shape.mxfp4), row.code == Code.MOE_GATE_UP
+        if self.schedule.shape.mxfp4:
+            values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
+            values["second"] = pieces.blocks * self.schedule.shape.block_bytes if gate_up else SLOT_BYTES // 2
+        else:
+            self._weight_rows(args, values)
+            values["expert_stride"] = self.address("expert bytes", (args["image"], args["weight"]))
+            if gate_up and pieces.per_tile == 1:  # one tile a piece
+                values["second"] = 8 * pieces.pitch
         self._sum(row, values)
 
     def _pool(self, values: dict, pool: Pool):

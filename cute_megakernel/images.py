@@ -1,16 +1,15 @@
-"""Weights in the order in which the ring reads them, made once at load.
+"""Weights in the form in which the ring reads them.
 
-    tiles           [N, C] bfloat16 -> [N/8, C/32, 8, 32]: a block is 8 outputs by 32 inputs, contiguous
-    paired tiles    the same with rows g0, u0, g1, u1, ... of a stacked [gate | up]
-    absorb          [H, NOPE, L] -> tiles of its transposes [H, L, NOPE]
-    expand          [H, V, L] -> tiles of each head
-    experts         [E, N, C] bfloat16 -> tiles of each expert; or MXFP4: [E, N/8, C/64, 272] bytes
-    paired experts  the same with gate and up rows alternating
+    tiles           [N, C] bfloat16: the weight itself, row by row
+    paired tiles    the same; a tile takes its rows in turn from the two halves of a stacked [gate | up]
+    absorb          [H, NOPE, L] -> its transposes [H, L, NOPE]
+    expand          [H, V, L], each head's rows together
+    experts         [E, N, C] bfloat16: the weight itself; or MXFP4: [E, N/8, C/64, 272] bytes
+    paired experts  bfloat16: the weight itself; MXFP4: the same with gate and up rows alternating
 
-Rows and inputs are padded with zeros to whole blocks. MXFP4 stays at 4 bits: a block is 8 outputs by 64 inputs, 256
-bytes of codes and 16 bytes of scales, each one more than its E8M0 code; in the code words of a lane the sign and
-magnitude of a pair sit three bits below those of the pair before, so that a shift and a mask make two bfloat16 numbers
-(`stages/tiles.py` decodes them).
+bfloat16 weights are not copied, but where rows are no whole tiles (N in eights, of each half where paired), inputs no
+whole blocks (C in 32s) or rows do not begin at multiples of 16 bytes: those get zeros to whole ones. MXFP4 stays at 4
+bits: a block is 8 outputs by 64 inputs, 256 bytes of codes and 16 bytes of scales. `stages/tiles.py` decodes them.
 """
 
 import torch
@@ -25,11 +24,22 @@ class ImageError(ValueError):
     """Weights that the megakernel cannot hold."""
 
 
-def tiles(weight: Tensor) -> Tensor:
-    """[..., N, C] bfloat16 -> [..., N/8, C/32, 8, 32]"""
-    weight = _pad(weight, 8, 32)
-    *batch, n, c = weight.shape
-    return weight.reshape(*batch, n // 8, 8, c // 32, 32).transpose(-3, -2).contiguous()
+def whole_rows(weight: Tensor, halves: int = 1, together: bool = False) -> Tensor:
+    """[..., N, C] bfloat16 itself where the ring can read it, else a copy with zeros to whole tiles and blocks.
+    `together`: all of dim 0 must be one run of rows."""
+    n, c = weight.shape[-2:]
+    aligned = all(2 * stride % 16 == 0 for stride in weight.stride()[:-1]) and weight.stride(-1) == 1
+    aligned = aligned and (weight.is_meta or weight.data_ptr() % 16 == 0)
+    fits = n // halves % (8 // halves) == 0 and n % halves == 0 and c % 32 == 0
+    if fits and aligned and (weight.is_contiguous() or not together):
+        return weight
+    parts = weight.chunk(halves, dim=-2)
+    return torch.cat([_pad(part, 8 // halves, 32) for part in parts], dim=-2).contiguous()
+
+
+def pair_rows(outputs: int) -> int:
+    """Rows of a half of a stacked [gate | up] with so many outputs."""
+    return -(-outputs // 8) * 4
 
 
 def paired(weight: Tensor) -> Tensor:
@@ -77,12 +87,12 @@ def mxfp4_words(codes: Tensor) -> Tensor:
 
 def image(kind: str, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """The image of a weight, as a row of the table names it."""
-    if kind.startswith("paired"):
-        weight = paired(weight)
-        scale = None if scale is None else paired(scale)
     if kind.endswith("experts") and scale is not None:
-        return mxfp4_blocks(weight, scale)
-    return tiles(weight.transpose(-1, -2) if kind == "absorb" else weight)
+        both = (paired(weight), paired(scale)) if kind.startswith("paired") else (weight, scale)
+        return mxfp4_blocks(*both)
+    if kind in ("absorb", "expand"):
+        return whole_rows(weight.transpose(-1, -2) if kind == "absorb" else weight, together=True)
+    return whole_rows(weight, 2 if kind.startswith("paired") else 1)
 
 
 def _pad(weight: Tensor, rows: int, columns: int) -> Tensor:

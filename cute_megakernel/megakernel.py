@@ -237,6 +237,9 @@ class Megakernel:
                 "page size": pool.shape[1],
             }
             return numbers[what]
+        if what in ("row bytes", "expert bytes"):
+            made = self.images.image(*subject)
+            return made.element_size() * made.stride(-2 if what == "row bytes" else 0)
         weight, scale = subject if isinstance(subject, tuple) else (subject, None)
         return self.images.image(what, weight, scale).data_ptr()
 

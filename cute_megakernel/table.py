@@ -12,7 +12,8 @@ NAMES = (
     "local", "group_pieces", "bank0", "bank1", "bank2/copies", "bank3/copy_stride", "bank4/sub",
     "bank5/flag/tpp", "bank6/part", "bank7/ml", "weight:", "", "weight2:", "", "norm:", "", "pool:", "",
     "pool_stride:", "", "expert_stride/A_log:", "", "out:", "", "groups/group_tiles", "vocab_start",
-    "rope/beta/magic", "rope_pitch/beta_pitch", "x_at",
+    "rope/beta/magic", "rope_pitch/beta_pitch", "x_at", "row_bytes",
+    "pair", "copy", "pitch", "second",
 )  # fmt: skip
 FIELD = {name.rstrip(":"): i for i, names in enumerate(NAMES) for name in names.split("/") if name}
 WIDE = {name for names in NAMES if names.endswith(":") for name in names.rstrip(":").split("/")}

@@ -127,7 +127,16 @@ def _check_pieces(schedule: Schedule, f: Fields, most: int, where: str) -> None:
     block = BF16_BLOCK_BYTES if code == Code.LINEAR else shape.block_bytes
     whole = f["piece"] * f["ppt"] == f["kb"] and (f["ppt"] == 1 or f["tpp"] == 1)
     expect(whole, where, f"{f['ppt']} pieces of {f['piece']} blocks are no tile of {f['kb']}")
-    expect(2 * f["piece"] * f["tpp"] * block <= SLOT_BYTES, where, "two pieces do not fit a slot")
+    used = 2 * f["piece"] * f["tpp"] * block
+    if code == Code.LINEAR or not shape.mxfp4:
+        side_by_side = f["copy"] == 128 * f["piece"]
+        used = (1 if side_by_side else 2) * 8 * f["tpp"] * f["pitch"]
+        rows = f["copy"] in (64 * f["piece"], 128 * f["piece"]) and f["copy"] <= f["pitch"] and f["pitch"] % 16 == 0
+        second = 64 * f["piece"] if side_by_side else 8 * f["pitch"] * (1 if code == Code.MOE_GATE_UP else f["tpp"])
+        expect(rows and (f["ppt"] % 2 == 0) == side_by_side, where, "rows of a piece do not lie in its slot")
+        expect(f["second"] == second, where, "the second piece of a slot is elsewhere")
+        expect(f["row_bytes"] % 16 == 0 and f["row_bytes"] >= 64 * f["kb"], where, "rows of weights are not aligned")
+    expect(used <= SLOT_BYTES, where, "two pieces do not fit a slot")
     group, pieces = f["group_tiles"], most * f["ppt"]
     if code != Code.MOE_DOWN:
         expect(group > 0 and group % f["tpp"] == 0, where, f"{f['ppt']} pieces a tile: no tile fits the sums")

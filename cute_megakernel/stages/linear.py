@@ -34,7 +34,15 @@ from cute_megakernel.stages.output_gate import output_gate
 from cute_megakernel.stages.residual_add import ask_addends, residual_add
 from cute_megakernel.stages.situ import situ
 from cute_megakernel.stages.swiglu import swiglu
-from cute_megakernel.stages.tiles import add_sums, copy_of_thread, multiply, put_sums, unit_of_thread, x_address
+from cute_megakernel.stages.tiles import (
+    add_sums,
+    copy_of_thread,
+    lane_weights,
+    multiply,
+    put_sums,
+    unit_of_thread,
+    x_address,
+)
 
 MINUS_INF = float("-inf")
 
@@ -46,7 +54,8 @@ class Work:
         self.low, self.tiles = low, high - low
         self.ppt, self.tpp, self.blocks, self.magic = f["ppt"], f["tpp"], f["piece"], f["magic"]
         self.pieces = pieces_of(self.tiles, self.ppt, self.tpp, self.magic)
-        self.half = (sm.warp & 1) * (self.blocks * self.tpp * 512)  # where in a slot this warp's piece begins
+        self.weights = (sm.warp & 1) * f["second"] + lane_weights(sm, f["pitch"])  # where in a slot this lane begins
+        self.tile_bytes = 8 * f["pitch"]
         rows = f["r1"] - f["r0"]
         self.x, self.second = x_address(sm, f, rows, False)
         self.x = self.x + f["x_off"]
@@ -110,13 +119,13 @@ def _piece(sm: Sm, f: Fields, work: Work, phase: Int32, piece: Int32, entry: Int
         first = piece * work.tpp
         left = ptx.smaller(work.tiles - first, work.tpp)
     wait_own(sm, phase)
-    address = own_slot(sm) + work.half
+    address = own_slot(sm) + work.weights
     while left > 0:
         xs = x
         if work.x_batch != 0:
             xs = x + _head(f, work, first, item) * work.x_batch
         put_sums(sm, entry + first, multiply(sm, address, xs, work.second, work.blocks, False))
-        address = address + work.blocks * 512
+        address = address + work.tile_bytes
         first += 1
         left -= 1
     release_own(sm)

@@ -26,7 +26,7 @@ from cute_megakernel.core import (
     sync,
     wait_own,
 )
-from cute_megakernel.shape import PICKS, SLOT_BYTES
+from cute_megakernel.shape import PICKS
 from cute_megakernel.stages.linear import finish
 from cute_megakernel.stages.moe_router import NOT_PICKED
 from cute_megakernel.stages.residual_add import ask_addends
@@ -34,13 +34,12 @@ from cute_megakernel.stages.tiles import (
     add_sums,
     lane_inputs,
     lane_row,
+    lane_weights,
     multiply,
     products,
     sums_address,
     unit_of_thread,
 )
-
-HALF_SLOT = SLOT_BYTES // 2
 
 
 @cute.jit
@@ -114,13 +113,15 @@ def _piece(sm: Sm, f: Fields, phase: Int32, piece: Int32, expert: Int32, tiles: 
         second = _x_of(sm, f, expert, row + 4) - x
     x = x + lane_inputs(sm, sm.shape.mxfp4) + in_tile * blocks * (128 if sm.shape.mxfp4 else 64)
     wait_own(sm, phase)
-    address = own_slot(sm) + (sm.warp & 1) * HALF_SLOT
+    address, step = own_slot(sm) + (sm.warp & 1) * f["second"], blocks * sm.shape.block_bytes
+    if cutlass.const_expr(not sm.shape.mxfp4):
+        address, step = address + lane_weights(sm, f["pitch"]), 8 * f["pitch"]
     t = Int32(0)
     while (t < tpp) & (first + t < tiles * ppt):
         sums = multiply(sm, address, x, second, blocks, sm.shape.mxfp4)
         for p in cutlass.range_constexpr(products(sm.shape)):
             _put(sm, f, expert, sm.quad + 4 * p, first + t, in_tile, sums[p])
-        address = address + blocks * sm.shape.block_bytes
+        address = address + step
         t += 1
     release_own(sm)
 

@@ -6,6 +6,7 @@ once the router has decided, to the streaming warp as well.
 Rounding   float32 sums; gate and up to bfloat16, the activation to bfloat16
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -24,7 +25,7 @@ from cute_megakernel.core import (
 )
 from cute_megakernel.stages.linear import activated
 from cute_megakernel.stages.moe_router import NOT_PICKED
-from cute_megakernel.stages.tiles import add_sums, multiply, put_sums, unit_of_thread, x_address
+from cute_megakernel.stages.tiles import add_sums, lane_weights, multiply, put_sums, unit_of_thread, x_address
 
 
 def share(sm: Sm, experts: Int32, total: Int32):
@@ -65,7 +66,9 @@ def _piece(sm: Sm, f: Fields, phase: Int32, piece: Int32, entry: Int32):
     x, second = x_address(sm, f, f["r1"] - f["r0"], sm.shape.mxfp4)
     x = x + in_tile * blocks * (128 if sm.shape.mxfp4 else 64)
     wait_own(sm, phase)
-    address = own_slot(sm) + (sm.warp & 1) * (blocks * sm.shape.block_bytes)
+    address = own_slot(sm) + (sm.warp & 1) * f["second"]
+    if cutlass.const_expr(not sm.shape.mxfp4):
+        address = address + lane_weights(sm, f["pitch"])
     put_sums(sm, entry + piece, multiply(sm, address, x, second, blocks, sm.shape.mxfp4))
     release_own(sm)
 

@@ -1,8 +1,8 @@
 """Rows of weights times rows of activations, piece by piece out of the ring.
 
-A tile is 8 outputs; its inputs come in blocks, each a contiguous piece of the ring:
+A tile is 8 outputs; its inputs come in blocks:
 
-    bfloat16   32 inputs, 512 bytes: lane (g, t) of a warp finds output g, inputs 8t ... 8t+7 at its 16 bytes
+    bfloat16   32 inputs of 8 rows in a slot: lane (g, t) of a warp takes inputs 8t ... 8t+7 of row g, 16 bytes
     MXFP4      64 inputs, 272 bytes: lane (g, t) finds 8 codes of either half at its 8 bytes; behind them 8 pairs of
                scales, one pair an output
 
@@ -34,6 +34,11 @@ HALF_VALUE = 0x7E007E00  # 2^125: a code as a bfloat16 is its value times 2^-126
 BLOCK, SCALES_AT = 272, 256  # bytes of MXFP4
 TURN = 4  # blocks of one turn of the loops
 ZEROS = (Float32(0.0),) * 4
+
+
+def lane_weights(sm: Sm, pitch: Int32) -> Int32:
+    """Bytes from a bfloat16 tile in a slot to the weights of this lane."""
+    return ptx.opaque(sm.group) * pitch + ptx.opaque(sm.quad) * 16
 
 
 def products(shape: KernelShape) -> int:
@@ -70,7 +75,8 @@ def x_address(sm: Sm, f: Fields, rows: Int32, mxfp4: bool) -> tuple[Int32, Int32
 
 @cute.jit
 def multiply(sm: Sm, address: Int32, x: Int32, second: Int32, blocks: Int32, mxfp4: cutlass.Constexpr) -> tuple:
-    """Blocks from `address` on times activations from `x` on, and `second` behind that for more than 4 batch rows.
+    """Blocks from `address` on (bfloat16: of this lane) times activations from `x` on, and `second` behind that for
+    more than 4 batch rows.
     -> output `group` of batch rows `quad` and `quad` + 4"""
     ptx.sync_warp()  # the products need the whole warp
     if cutlass.const_expr(mxfp4):
@@ -82,15 +88,15 @@ def multiply(sm: Sm, address: Int32, x: Int32, second: Int32, blocks: Int32, mxf
 
 @cute.jit
 def _bf16(sm: Sm, address: Int32, x: Int32, second: Int32, blocks: Int32) -> tuple:
-    n, left, w = products(sm.shape), blocks, address + ptx.opaque(sm.lane) * 16
+    n, left, w = products(sm.shape), blocks, address
     sums = ZEROS * (2 * n)  # two chains of each product
     while left >= TURN:
         sums = _bf16_blocks(sm, w, x, second, TURN, sums)
-        w, x = w + TURN * 512, x + TURN * 64
+        w, x = w + TURN * 64, x + TURN * 64
         left -= TURN
     while left > 0:
         sums = _bf16_blocks(sm, w, x, second, 1, sums)
-        w, x = w + 512, x + 64
+        w, x = w + 64, x + 64
         left -= 1
     return tuple((sums[8 * p] + sums[8 * p + 3]) + (sums[8 * p + 4] + sums[8 * p + 7]) for p in range(n))
 
@@ -100,7 +106,7 @@ def _bf16_blocks(sm: Sm, w: Int32, x: Int32, second: Int32, count: int, sums: tu
     n, sums = products(sm.shape), list(sums)
     weights, inputs = [], []
     for i in range(count):
-        weights.append(ptx.ld_shared_v4_b32(w + i * 512))
+        weights.append(ptx.ld_shared_v4_b32(w + i * 64))
         for p in range(n):
             at = x + (p * second + i * 64)
             inputs.append((ptx.ld_shared_b32(at), ptx.ld_shared_b32(at + 8)))
@@ -227,7 +233,7 @@ def _add_entries(sm: Sm, address: Int32, v: tuple, count: cutlass.Constexpr):
 
 @cute.jit
 def copy_of_thread(place: Int32, tiles: Int32, copies: Int32):
-    """Where outputs are stored several times, each copy has threads of its own. -> tile, copy, whether there are such"""
+    """Where outputs are stored several times, each copy has its threads. -> tile, copy, whether there are such"""
     copy = Int32(0)
     if copies > 1:
         copy = place // tiles
