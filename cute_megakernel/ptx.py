@@ -413,6 +413,11 @@ def red_or_shared(addr: Int32, bits: Int32):
     inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[addr, bits])
 
 
+def atomic_add_shared(addr: Int32, value: Int32) -> Int32:
+    text = "atom.shared.add.u32 {$w0}, [{$r0}], {$r1};"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr, value])
+
+
 def popc(value: Int32) -> Int32:
     return inline_ptx("popc.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
