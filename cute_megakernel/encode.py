@@ -206,6 +206,8 @@ class Encoder:
         values |= {"kb": args["kb"], "total": args["total"], "sub": self._moe}
         self._pieces(values, self.schedule.shape.mxfp4)
         pieces, gate_up = Pieces.of(args["kb"], self.schedule.shape.mxfp4), row.code == Code.MOE_GATE_UP
+        if gate_up:  # one tile a piece at most
+            values["group_pieces"] = values["group_tiles"] * pieces.per_tile
         if self.schedule.shape.mxfp4:
             values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
             values["second"] = pieces.blocks * self.schedule.shape.block_bytes if gate_up else SLOT_BYTES // 2

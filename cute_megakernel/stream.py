@@ -132,7 +132,7 @@ class Rows:
 def _linear(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     """Tiles [first, end): pieces of them, or a few whole ones, two in a slot."""
     rows = Rows(f)
-    tile, inside, left = first, Int32(0), (end - first) * rows.ppt
+    tile, inside, left = first % f["total"], Int32(0), (end - first) * rows.ppt
     most = _most_slots(sm, 16 * rows.tpp * rows.piece)
     while left > 0:
         count = ptx.smaller(left, 2 * rows.tpp)

@@ -142,6 +142,8 @@ def _check_pieces(schedule: Schedule, f: Fields, most: int, where: str) -> None:
         expect(group > 0 and group % f["tpp"] == 0, where, f"{f['ppt']} pieces a tile: no tile fits the sums")
         fits = group * f["ppt"] <= shape.sums and 2 * group * shape.rows <= CONSUMERS
         expect(fits, where, f"{group} tiles do not fit the sums")
+        tiles = f["tpp"] if code == Code.LINEAR else 1
+        expect(f["group_pieces"] * tiles == group * f["ppt"], where, "a group's pieces are not those of its tiles")
     divisor = max(f["ppt"], f["tpp"]) if code == Code.LINEAR else f["ppt"]
     excess, largest = f["magic"] * divisor - (1 << 20), pieces + divisor
     exact = 0 <= excess and largest * excess < 1 << 20 and largest * f["magic"] < 2**31
