@@ -111,13 +111,13 @@ def _reserve(sm: Sm, pos: Int32, nbytes: Int32, most: Int32):
 @cute.jit
 def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
     """Two pieces a slot; where a tile of the next expert begins, the second comes from elsewhere."""
-    wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
     total, ppt = f["total"], f["ppt"]
     nbytes = f["piece"] * sm.shape.block_bytes
+    most, weight, stride = _most_slots(sm, 2 * nbytes), address_of(f, "weight"), address_of(f, "expert_stride")
+    wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
     low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
     left, place = (high - low) * ppt, low // total
     inside = (low - place * total) * ppt  # piece of the expert
-    most, weight, stride = _most_slots(sm, 2 * nbytes), address_of(f, "weight"), address_of(f, "expert_stride")
     while left > 0:
         _reserve(sm, pos, ptx.select(left < 2, nbytes, 2 * nbytes), most)
         for side in range(ptx.select(left < 2, left, Int32(2))):
