@@ -112,6 +112,7 @@ def _piece(sm: Sm, f: Fields, phase: Int32, piece: Int32, expert: Int32, tiles: 
     if cutlass.const_expr(products(sm.shape) == 2):
         second = _x_of(sm, f, expert, row + 4) - x
     x = x + lane_inputs(sm, sm.shape.mxfp4) + in_tile * blocks * (128 if sm.shape.mxfp4 else 64)
+    targets = _targets(sm, f, expert)
     wait_own(sm, phase)
     address, step = own_slot(sm) + (sm.warp & 1) * f["second"], blocks * sm.shape.block_bytes
     if cutlass.const_expr(not sm.shape.mxfp4):
@@ -120,7 +121,7 @@ def _piece(sm: Sm, f: Fields, phase: Int32, piece: Int32, expert: Int32, tiles: 
     while (t < tpp) & (first + t < tiles * ppt):
         sums = multiply(sm, address, x, second, blocks, sm.shape.mxfp4)
         for p in cutlass.range_constexpr(products(sm.shape)):
-            _put(sm, f, expert, sm.quad + 4 * p, first + t, in_tile, sums[p])
+            _put(sm, targets[p], ppt, sm.quad + 4 * p, first + t, in_tile, sums[p])
         address = address + step
         t += 1
     release_own(sm)
@@ -140,11 +141,20 @@ def _x_of(sm: Sm, f: Fields, expert: Int32, row: Int32) -> Int32:
     return region(sm, "x") + f["x_at"] + ptx.select(pick != NOT_PICKED, at, Int32(0))
 
 
+def _targets(sm: Sm, f: Fields, expert: Int32) -> tuple:
+    """For the batch row of this lane in each product: which of its picks the expert is, and the weight of that."""
+    found = []
+    for p in range(products(sm.shape)):
+        pick = _pick_of(sm, f, expert, sm.quad + 4 * p)
+        row = ptx.select(pick != NOT_PICKED, f["r0"] + sm.quad + 4 * p, Int32(0))
+        found.append((pick, ptx.ld_shared_f32(region(sm, "pick_weights") + (row * 32 + (pick & 31)) * 4)))
+    return tuple(found)
+
+
 @cute.jit
-def _put(sm: Sm, f: Fields, expert: Int32, row: Int32, piece: Int32, in_tile: Int32, value: Float32):
-    """The product of a batch row by the weight that it gives the expert, to the place of that pick."""
-    pick = _pick_of(sm, f, expert, row)
+def _put(sm: Sm, target: tuple, ppt: Int32, row: Int32, piece: Int32, in_tile: Int32, value: Float32):
+    """The weighted product of a batch row, to the place of its pick: [tile, pick, piece of the tile]."""
+    pick, weight = target
     if pick != NOT_PICKED:
-        weight = ptx.ld_shared_f32(region(sm, "pick_weights") + ((row + f["r0"]) * 32 + pick) * 4)
-        entry = (piece - in_tile) * PICKS + pick * f["ppt"] + in_tile  # [tile, pick, piece of the tile]
+        entry = (piece - in_tile) * PICKS + pick * ppt + in_tile
         ptx.st_shared_f32(sums_address(sm, entry) + row * 32 + sm.group * 4, weight * value)

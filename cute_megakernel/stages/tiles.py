@@ -33,6 +33,7 @@ CODES = 0x81C081C0 - (1 << 32)  # sign and magnitude of a code in both halves, a
 HALF_VALUE = 0x7E007E00  # 2^125: a code as a bfloat16 is its value times 2^-126, and becomes half its value
 BLOCK, SCALES_AT = 272, 256  # bytes of MXFP4
 TURN = 4  # blocks of one turn of the loops
+FEW_ROWS = 2  # single words of that many rows lie in banks of their own, of more rows up to four in one bank
 ZEROS = (Float32(0.0),) * 4
 
 
@@ -63,7 +64,7 @@ def lane_inputs(sm: Sm, mxfp4: bool) -> Int32:
     odd, quad = (lane >> 2) & 1, lane & 3
     if mxfp4:
         return (lane >> 3) // side_by_side(sm.shape) * 128 + odd * 64 + quad * 16
-    return quad * 16 + odd * 4
+    return quad * 16 + (odd * 4 if sm.shape.rows <= FEW_ROWS else 0)
 
 
 def x_address(sm: Sm, f: Fields, rows: Int32, mxfp4: bool) -> tuple[Int32, Int32]:
@@ -108,13 +109,20 @@ def _bf16_blocks(sm: Sm, w: Int32, x: Int32, second: Int32, count: int, sums: tu
     for i in range(count):
         weights.append(ptx.ld_shared_v4_b32(w + i * 64))
         for p in range(n):
-            at = x + (p * second + i * 64)
-            inputs.append((ptx.ld_shared_b32(at), ptx.ld_shared_b32(at + 8)))
+            inputs.append(_bf16_inputs(sm, x + (p * second + i * 64)))
     for i in range(count):
         for p in range(n):
             chain = 8 * p + 4 * (i % 2)
             sums[chain : chain + 4] = ptx.mma_bf16(tuple(sums[chain : chain + 4]), weights[i], inputs[n * i + p])
     return tuple(sums)
+
+
+def _bf16_inputs(sm: Sm, at: Int32) -> tuple[Int32, Int32]:
+    """Words 0 and 2 of this lane's inputs, or 1 and 3."""
+    if sm.shape.rows <= FEW_ROWS:
+        return ptx.ld_shared_b32(at), ptx.ld_shared_b32(at + 8)
+    odd, words = (sm.lane & 4) != 0, ptx.ld_shared_v4_b32(at)
+    return ptx.select(odd, words[1], words[0]), ptx.select(odd, words[3], words[2])
 
 
 @cute.jit
