@@ -1,6 +1,6 @@
 """Memory of an emulated launch: words with tags, the shared memory of each SM, weights and state."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ class Sm:
     row: int = 0
     x: Tensor | None = None
     x_key: tuple | None = None
-    items: dict[str, tuple[tuple, Tensor]] = field(default_factory=dict)
     ids: tuple[int, Tensor, Tensor] | None = None  # number of the router, picks, weights
 
 
@@ -77,8 +76,8 @@ class Launch:
             tensor = tensor[:, first : first + weight.shape[1]]
         return tensor
 
-    def pool(self, f: Fields) -> Tensor:
-        pool = f.subject("pool")
+    def pool(self, f: Fields, name: str = "pool") -> Tensor:
+        pool = f.subject(name)
         return getattr(self.state.layers[pool.layer], pool.field)
 
     def load(self, words: Words, dtype: torch.dtype = BF16) -> Tensor:

@@ -263,6 +263,10 @@ def shfl(value: Int32, lane: Int32) -> Int32:
     return cute.arch.shuffle_sync(value, lane)
 
 
+def shfl_f32(value: Float32, lane: int) -> Float32:
+    return cute.arch.shuffle_sync(value, lane)
+
+
 def shfl_up(value: Int32, delta: int) -> Int32:
     """`value` of the lane `delta` below; of this lane where there is none."""
     return cute.arch.shuffle_sync_up(value, delta)

@@ -5,6 +5,7 @@ No more than `in_flight` copies are on their way at a time: what the memory syst
 that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md, megakernel).
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -56,13 +57,23 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int3
         pos = _gate_up(sm, f, pos)
     elif code == Code.MOE_DOWN:
         pos = _down(sm, f, pos, first, end)
-    elif code == Code.KDA_RECURRENT:
-        K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
-        r, h = first // H, first % H
-        slot = slot_of_row(sm, f, r)
-        if (slot >= 0) & (is_new(sm, r) == 0):
-            source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-            pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+    elif code == Code.KDA_HEAD:
+        pos = _head(sm, f, pos, first)
+    return pos
+
+
+@cute.jit
+def _head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
+    """The state of an item, unless it starts from zeros, and the tiles of its head."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    r, h = item // H, item % H
+    slot = slot_of_row(sm, f, r)
+    if (slot >= 0) & (is_new(sm, r) == 0):
+        source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
+        pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+    for i in cutlass.range_constexpr(2 if sm.shape.low_rank_gate else 1):
+        source = address_of(f, ("f_b", "g_b")[i]) + Int64(h) * (2 * K * K)
+        pos = _copy(sm, pos, source, Int32(2 * K * K), Int32(STATE_BYTES))
     return pos
 
 

@@ -1,8 +1,8 @@
 """y = W x over this SM's tiles, with what follows it: rounding, an activation, a gate, the argmax.
 
 linear, router_logits, mla_absorb_query and mla_expand_value are all rows of this code; the last two are one small
-projection a head, whose tiles read their own part of x (`batch_tiles`, `x_batch`). Per-head rows (LOCAL) keep their
-outputs on the SM, for the KDA rows behind them.
+projection a head, whose tiles read their own part of x (`batch_tiles`, `x_batch`). The small ones of a KDA head are
+part of its row: a warp takes a whole tile (`load_tile`, `multiply_tile`).
 
 Rounding   float32 sums; bfloat16 at each op boundary, as the ops one by one
 """
@@ -20,7 +20,6 @@ from cute_megakernel.core import (
     float_of,
     pass_by,
     poll_pair,
-    region,
     release,
     ring_slot,
     sync,
@@ -41,7 +40,6 @@ MINUS_INF = float("-inf")
 def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     """Each warp does its pieces of a group of tiles; then threads add up the pieces of an output and finish it."""
     rows, ppt, tpp = f["r1"] - f["r0"], f["ppt"], f["tpp"]
-    item = low // f["total"]  # tiles of per-head rows count through all items
     pieces = ((high - low) * ppt + tpp - 1) // tpp
     slots = (pieces + 1) // 2
     own, start, turn = first_own(sm, pos), low, Int32(0)
@@ -50,13 +48,13 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
         count = ptx.select(high - start < f["group_tiles"], high - start, f["group_tiles"])
         end = ((start + count - low) * ppt + tpp - 1) // tpp
         while 2 * own + (sm.warp & 1) < end:
-            _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), low, start, count, turn, item)
+            _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), low, start, count, turn)
             own += sm.shape.slots
         sync(sm)
         place, row, half, mine = unit_of_thread(sm, count)
         if mine & (row < rows):
             values = add_sums(sm, turn * sm.shape.sums + place * ppt, row, half, ppt)
-            best, best_at = _finish(sm, f, start + place, item, row + f["r0"], half, values, best, best_at)
+            best, best_at = _finish(sm, f, start + place, row + f["r0"], half, values, best, best_at)
         turn = turn ^ 1
         start += count
     if f["epilogue"] == Epilogue.LOGITS:
@@ -66,13 +64,11 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
 
 
 @cute.jit
-def _piece(
-    sm: Sm, f: Fields, pos: Int32, piece: Int32, low: Int32, start: Int32, count: Int32, turn: Int32, item: Int32
-):
+def _piece(sm: Sm, f: Fields, pos: Int32, piece: Int32, low: Int32, start: Int32, count: Int32, turn: Int32):
     """Piece `piece` of the tiles from `low` on: blocks of one tile, or `tpp` whole tiles."""
     rows, ppt, tpp, blocks = f["r1"] - f["r0"], f["ppt"], f["tpp"], f["piece"]
     inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
-    x = x_address(sm, f["x_pitch"], rows) + inside * f["x_off"]
+    x = x_address(sm, f["x_pitch"], rows)
     x_batch, in_tile, tile = inside * f["x_batch"], Int32(0), low + piece * tpp
     if ppt > 1:
         tile = (piece * f["magic"]) >> 20
@@ -84,8 +80,7 @@ def _piece(
     while (t < tpp) & (tile < start + count):
         xs = x + inside * in_tile * blocks * 64
         if x_batch != 0:
-            head = (tile - item * f["total"]) // f["batch_tiles"]
-            xs = xs + (head - f["local"] * (low // f["batch_tiles"])) * x_batch
+            xs = xs + (tile // f["batch_tiles"] - f["local"] * (low // f["batch_tiles"])) * x_batch
         c0, c1 = multiply(sm, address, xs, inside * 64, blocks, False)
         put_sums(sm, turn * sm.shape.sums + (tile - start) * ppt + in_tile, c0, c1)
         address = address + blocks * 512
@@ -95,15 +90,11 @@ def _piece(
 
 
 @cute.jit
-def _finish(
-    sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, v: tuple, best: Float32, best_at: Int32
-):
+def _finish(sm: Sm, f: Fields, tile: Int32, r: Int32, half: Int32, v: tuple, best: Float32, best_at: Int32):
     """Four sums of batch row r, outputs 8 * tile + 4 * half and on."""
     kind = f["epilogue"]
     n = 8 * tile + 4 * half
-    if kind == Epilogue.LOCAL:
-        _keep(sm, f, tile, item, r, half, v)
-    elif kind == Epilogue.FLOAT:
+    if kind == Epilogue.FLOAT:
         for copy in range(f["copies"]):
             at = f["dst"] + r * f["dst_pitch"] + n + copy * f["copy_stride"]
             ptx.st_word_pair(word_address(sm, at), ptx.float_bits(v[0]), ptx.float_bits(v[1]), sm.tag)
@@ -141,20 +132,6 @@ def activated(sm: Sm, f: Fields, dst: Int32, tap: Int32, width: Int32, n: Int32,
 
 
 @cute.jit
-def _keep(sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, v: tuple):
-    """Outputs of one head for the KDA rows on this SM; tiles count through all (batch row, head) items."""
-    if item == r:
-        low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
-        column = (8 * tile + 4 * half) % sm.shape.kda_head_dim
-        at = region(sm, "local") + (f["local_at"] + column) * 4
-        ptx.st_shared_v2_f32(at, ptx.low_bf16(low), ptx.high_bf16(low))
-        ptx.st_shared_v2_f32(at + 8, ptx.low_bf16(high), ptx.high_bf16(high))
-        if f["dst"] >= 0:
-            column = 8 * (tile - item * f["total"]) + 4 * half
-            ptx.st_word_pair(word_address(sm, f["dst"] + r * f["dst_pitch"] + column // 2), low, high, sm.tag)
-
-
-@cute.jit
 def _logits(sm: Sm, f: Fields, r: Int32, n: Int32, v: tuple, best: Float32, best_at: Int32):
     """Rounded logits to the output tensor; the best of this thread so far."""
     low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
@@ -163,3 +140,34 @@ def _logits(sm: Sm, f: Fields, r: Int32, n: Int32, v: tuple, best: Float32, best
     for i in cutlass.range_constexpr(4):
         best, best_at = better(best, best_at, rounded[i], n + i)
     return best, best_at
+
+
+@cute.jit
+def load_tile(sm: Sm, address: Int32, tile: cute.Tensor, blocks: cutlass.Constexpr):
+    """A whole tile into registers."""
+    for i in cutlass.range_constexpr(blocks):
+        words = ptx.ld_shared_v4_b32(address + sm.lane * 16 + i * 512)
+        for j in cutlass.range_constexpr(4):
+            tile[4 * i + j] = words[j]
+
+
+def row_place(index: Int32) -> Int32:
+    """Where `multiply_tile` looks for pair `index` of its row, in words: the middle two of four change places."""
+    return (index & -4) | ((index & 1) << 1) | ((index >> 1) & 1)
+
+
+@cute.jit
+def multiply_tile(sm: Sm, x: Int32, tile: cute.Tensor, blocks: cutlass.Constexpr):
+    """A tile from registers times the one row at `x`, added up as `multiply` does. -> two outputs, in each group
+
+    What would be rows 8 to 15 of the activations are the second halves of the row, and so are the sums.
+    """
+    ptx.sync_warp()  # the products need the whole warp
+    c = d = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+    a = []
+    for i in cutlass.range_constexpr(blocks):
+        a.append(ptx.ld_shared_v4_b32(x + sm.quad * 16 + i * 64))
+    for i in cutlass.range_constexpr(blocks):
+        c = ptx.mma_bf16_full(c, a[i], (tile[4 * i], tile[4 * i + 1]))
+        d = ptx.mma_bf16_full(d, a[i], (tile[4 * i + 2], tile[4 * i + 3]))
+    return c[0] + d[2], c[1] + d[3]
