@@ -246,6 +246,16 @@ def bulk_copy(dst: Int32, src: Int64, nbytes: Int32, barrier: Int32):
     inline_ptx(text, read_only_args=[dst, src, nbytes, barrier])
 
 
+def prefetch_bulk(src: Int64, nbytes: Int32):
+    """To where all SMs agree, without waiting; multiples of 16 bytes."""
+    inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[src, nbytes])
+
+
+def prefetch(src: Int64):
+    """The line that the address is in."""
+    inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[src])
+
+
 def fence_barrier_init():
     inline_ptx("fence.mbarrier_init.release.cluster;")
 

@@ -24,6 +24,7 @@ from cute_megakernel.core import (
 )
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, STATE_BYTES
+from cute_megakernel.stages.causal_conv1d import step_bytes, window_at
 from cute_megakernel.stages.kda_head import is_new, slot_of_row
 from cute_megakernel.stages.moe_down import serves
 from cute_megakernel.stages.moe_gate_up import share
@@ -68,13 +69,34 @@ def _head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
     K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
     r, h = item // H, item % H
     slot = slot_of_row(sm, f, r)
-    if (slot >= 0) & (is_new(sm, r) == 0):
+    old = (slot >= 0) & (is_new(sm, r) == 0)
+    _prefetch_head(sm, f, h, slot, old)
+    if old:
         source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
         pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
     for i in cutlass.range_constexpr(2 if sm.shape.low_rank_gate else 1):
         source = address_of(f, ("f_b", "g_b")[i]) + Int64(h) * (2 * K * K)
         pos = _copy(sm, pos, source, Int32(2 * K * K), Int32(STATE_BYTES))
     return pos
+
+
+@cute.jit
+def _prefetch_head(sm: Sm, f: Fields, h: Int32, slot: Int32, old):
+    """What the row loads from memory by itself, on its way to the cache: each lane has a contiguous piece of it."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    channel = (sm.lane % 3 * H + h) * K  # the first of q, k or v
+    if sm.lane < 9:
+        if old:
+            ptx.prefetch_bulk(window_at(sm, f, channel, slot) + sm.lane // 3 * step_bytes(sm), Int32(2 * K))
+    elif sm.lane < 12:
+        ptx.prefetch_bulk(address_of(f, "weight") + Int64(channel) * 16, Int32(16 * K))
+    elif sm.lane == 12:
+        ptx.prefetch_bulk(address_of(f, "weight2") + Int64(h) * (4 * K), Int32(4 * K))
+    elif sm.lane == 13:
+        ptx.prefetch_bulk(address_of(f, "norm"), Int32(4 * K))
+    elif sm.lane == 14:
+        ptx.prefetch(address_of(f, "A_log") + Int64(h) * 4)
+    ptx.sync_warp()
 
 
 @cute.jit

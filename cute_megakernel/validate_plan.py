@@ -31,6 +31,8 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
     dim = shape.kda_head_dim
     fine = dim in (32, 64, 128) and STATE_BYTES % (4 * dim * (dim // CONSUMER_WARPS)) == 0
     expect(fine, "kda", f"head dim {dim} does not divide over the warps")
+    held = not shape.low_rank_gate or shape.slots * STATE_BYTES >= 2 * dim * dim
+    expect(held, "ring", f"{shape.slots} slots do not hold the tiles of g_b of a head")
     expect(
         shape.rows * shape.top_k <= MAX_PICKS,
         "router",

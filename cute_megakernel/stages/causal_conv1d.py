@@ -21,12 +21,12 @@ def channel_of(sm: Sm, h: Int32, i: Int32) -> Int32:
     return i // K * (H * K) + h * K + i % K
 
 
-def _window(sm: Sm, f: Fields, channel: Int32, slot: Int32) -> Int64:
-    """Address of a channel's oldest input; the next is `_step` bytes on."""
+def window_at(sm: Sm, f: Fields, channel: Int32, slot: Int32) -> Int64:
+    """Address of a channel's oldest input; the next is `step_bytes` on."""
     return address_of(f, "window") + Int64(slot) * address_of(f, "window_stride") + Int64(channel) * 2
 
 
-def _step(sm: Sm) -> int:
+def step_bytes(sm: Sm) -> int:
     return 6 * sm.shape.kda_heads * sm.shape.kda_head_dim
 
 
@@ -34,9 +34,9 @@ def _step(sm: Sm) -> int:
 def load_channel(sm: Sm, f: Fields, channel: Int32, slot: Int32, old, windows: cute.Tensor, taps: cute.Tensor):
     """Window, unless it starts from zeros, and taps; on their way when this returns."""
     if old:
-        window = _window(sm, f, channel, slot)
+        window = window_at(sm, f, channel, slot)
         for i in cutlass.range_constexpr(TAPS - 1):
-            windows[i] = ptx.ld_fresh_u16(window + i * _step(sm))
+            windows[i] = ptx.ld_fresh_u16(window + i * step_bytes(sm))
     weights = ptx.ld_global_v4_f32(address_of(f, "weight") + Int64(channel) * 16)
     for i in cutlass.range_constexpr(TAPS):
         taps[i] = weights[i]
@@ -54,7 +54,7 @@ def convolve(windows: cute.Tensor, new: Int32, taps: cute.Tensor) -> Float32:
 
 @cute.jit
 def store_window(sm: Sm, f: Fields, channel: Int32, slot: Int32, windows: cute.Tensor, new: Int32):
-    window = _window(sm, f, channel, slot)
+    window = window_at(sm, f, channel, slot)
     for i in cutlass.range_constexpr(TAPS - 2):
-        ptx.st_global_u16(window + i * _step(sm), windows[i + 1])
-    ptx.st_global_u16(window + (TAPS - 2) * _step(sm), new)
+        ptx.st_global_u16(window + i * step_bytes(sm), windows[i + 1])
+    ptx.st_global_u16(window + (TAPS - 2) * step_bytes(sm), new)
