@@ -21,9 +21,11 @@ def decay_rate(A_log: Float32) -> Float32:
 @cute.jit
 def log_decays(bound: Float32, rate: Float32, first: Float32, second: Float32):
     """log_decay of two channels from their raw + dt."""
-    low, high = bound * sigmoid(rate * first), bound * sigmoid(rate * second)
+    low, high = Float32(0.0), Float32(0.0)
     if bound == Float32(0.0):
         low, high = Float32(0.0) - rate * softplus(first), Float32(0.0) - rate * softplus(second)
+    else:
+        low, high = bound * sigmoid(rate * first), bound * sigmoid(rate * second)
     return low, high
 
 

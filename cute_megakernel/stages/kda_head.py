@@ -37,10 +37,10 @@ from cute_megakernel.shape import CONSUMER_WARPS, STATE_BYTES
 from cute_megakernel.stages.causal_conv1d import TAPS, channel_of, convolve, load_channel, store_window
 from cute_megakernel.stages.gated_rms_norm import gated_rms_norm
 from cute_megakernel.stages.kda_gate import decay_rate, log_decays
-from cute_megakernel.stages.kda_recurrent import advance, correct, load_row, load_rows, normalize, store_rows
+from cute_megakernel.stages.kda_recurrent import advance, correct, lengths, load_lane, load_rows, store_rows
 from cute_megakernel.stages.linear import load_tile, multiply_tile, row_place
 
-LOCAL = ("q", "k", "v", "decay", "o", "gate", "norm", "dt_bias", "x")  # head_dim floats each, then two numbers
+LOCAL = ("q", "k", "v", "decay", "o", "gate", "norm", "dt_bias", "x")  # head_dim floats each, then numbers
 DECAY, GATE, NUMBERS = 0, 1, 2  # warps behind those of the convolution: what each of them waits for
 
 
@@ -50,7 +50,7 @@ def local(sm: Sm, name: str) -> Int32:
 
 
 def number(sm: Sm, index: int) -> Int32:
-    """0: beta; 1: exp(A_log)."""
+    """0: beta; 1: scale of q; 2: scale of k; 3: their product, scaled; 4: exp(A_log)."""
     return region(sm, "local") + (len(LOCAL) * sm.shape.kda_head_dim + index) * 4
 
 
@@ -83,16 +83,15 @@ def kda_head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
         wait_full(sm, pos + ptx.select(sm.warp < K // 8, sm.warp // tile_warps(sm), Int32(0)))
     new = _wait(sm, f, r, h, slot, tapped, windows, ahead)
     sync(sm)
-    q, k = cute.make_rmem_tensor(per_lane, Float32), cute.make_rmem_tensor(per_lane, Float32)
-    kq, gate = _decay(sm, f, r, h, tapped, pos, tile, q, k)
+    gate = _decay(sm, f, r, h, tapped, pos, tile)
+    q, k = load_lane(local(sm, "q"), sm.lane, per_lane), load_lane(local(sm, "k"), sm.lane, per_lane)
     sync(sm)
-    decay = cute.make_rmem_tensor(per_lane, Float32)
-    load_row(local(sm, "decay") + sm.lane * (4 * per_lane), decay, 0, per_lane)
+    decay = load_lane(local(sm, "decay"), sm.lane, per_lane)
     value_row = rows * sm.warp + sm.lane // (16 // rows) % rows
-    value, beta = ptx.ld_shared_f32(local(sm, "v") + value_row * 4), ptx.ld_shared_f32(number(sm, 0))
+    value, numbers = ptx.ld_shared_f32(local(sm, "v") + value_row * 4), ptx.ld_shared_v4_f32(number(sm, 0))
     if cutlass.const_expr(sm.shape.low_rank_gate):
         _keep_gate(sm, f, r, h, tapped, gate)
-    correction, o = correct(sm, state, q, k, kq, decay, value, beta)
+    correction, o = correct(sm, state, q, k, decay, value, numbers)
     o = ptx.select_f32(slot < 0, Float32(0.0), o)
     if sm.lane & (15 // rows + 16) == 0:  # one of the lanes that have it
         ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
@@ -218,31 +217,32 @@ def _wait(
     elif (role == NUMBERS) & (sm.lane == 0):
         word = poll_word(sm, f.number, f["beta"] + r * f["src_pitch"] + h // 2, sm.tag)
         beta = sigmoid(ptx.low_bf16(ptx.shift_half(word, h)))
-        ptx.st_shared_v2_f32(number(sm, 0), beta, decay_rate(ahead[0]))
+        ptx.st_shared_f32(number(sm, 0), beta)
+        ptx.st_shared_f32(number(sm, 4), decay_rate(ahead[0]))
         if tapped:
             put(sm, f, "tap_beta", -(-H // 8) * 8, r, h, ptx.float_bits(beta))
     return new
 
 
 @cute.jit
-def _decay(
-    sm: Sm, f: Fields, r: Int32, h: Int32, tapped, pos: Int32, tile: cute.Tensor, q: cute.Tensor, k: cute.Tensor
-):
-    """exp(log_decay) of this warp's channels to `LOCAL`; q and k of all, of unit length. -> their product, and a pair
-    of the low-rank output gate, whose tiles are in their slots until here"""
+def _decay(sm: Sm, f: Fields, r: Int32, h: Int32, tapped, pos: Int32, tile: cute.Tensor) -> Int32:
+    """exp(log_decay) of this warp's channels to `LOCAL`, and by one warp the lengths of q and k. -> a pair of the
+    low-rank output gate, whose tiles are in their slots until here"""
     K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
     per_lane, bound = K // 32, float_of(f, "p0")
     inside = sm.warp < K // 8
     column = ptx.select(inside, 8 * sm.warp + 2 * sm.quad, Int32(0))
     raw, gate = ptx.pack_bf16(*multiply_tile(sm, local(sm, "x"), tile, per_lane)), Int32(0)
     dt, dt_next = ptx.ld_shared_v2_b32(local(sm, "dt_bias") + column * 4)
-    rate = ptx.ld_shared_f32(number(sm, 1))
-    load_row(local(sm, "q") + sm.lane * (4 * per_lane), q, 0, per_lane)
-    load_row(local(sm, "k") + sm.lane * (4 * per_lane), k, 0, per_lane)
+    rate = ptx.ld_shared_f32(number(sm, 4))
     if cutlass.const_expr(sm.shape.low_rank_gate):
         load_tile(sm, tile_address(sm, pos), tile, per_lane)
         gate = ptx.pack_bf16(*multiply_tile(sm, local(sm, "x") + 2 * K, tile, per_lane))
-    kq = normalize(q, k, per_lane)
+    if sm.warp == 0:
+        q, k = load_lane(local(sm, "q"), sm.lane, per_lane), load_lane(local(sm, "k"), sm.lane, per_lane)
+        scales = lengths(q, k, per_lane)
+        for i in cutlass.range_constexpr(3):
+            ptx.st_shared_f32(number(sm, 1 + i), scales[i])
     low, high = ptx.low_bf16(raw) + ptx.bits_float(dt), ptx.high_bf16(raw) + ptx.bits_float(dt_next)
     low, high = log_decays(bound, rate, low, high)
     if inside & (sm.group == 0):
@@ -252,7 +252,7 @@ def _decay(
             put(sm, f, "tap_raw_decay", H * K // 2, r, channel // 2, raw)
             put(sm, f, "tap_log_decay", H * K, r, channel, ptx.float_bits(low))
             put(sm, f, "tap_log_decay", H * K, r, channel + 1, ptx.float_bits(high))
-    return kq, gate
+    return gate
 
 
 @cute.jit

@@ -4,7 +4,7 @@
 
 Value rows of the state are dealt out over the warps, key channels over the lanes. The state streams like a weight,
 because its address is known when the launch begins: it is in registers before q, k and v are there. The decay goes to
-k and q first, and to the state when y is gone.
+k and q first, and to the state when y is gone; their lengths come in behind the sums.
 
 Source   DESIGN.md section 5; fla-org/flash-linear-attention fla/ops/kda/naive.py for the order
 """
@@ -21,8 +21,8 @@ L2_EPS = 1.0e-6
 
 
 @cute.jit
-def normalize(q: cute.Tensor, k: cute.Tensor, per_lane: cutlass.Constexpr) -> Float32:
-    """q and k of unit length, q with the scale of attention. -> their product"""
+def lengths(q: cute.Tensor, k: cute.Tensor, per_lane: cutlass.Constexpr):
+    """Scales that give q and k unit length, that of q with the scale of attention; and the product of the two then."""
     sums = cute.make_rmem_tensor(3, Float32)
     for i in cutlass.range_constexpr(3):
         sums[i] = Float32(0.0)
@@ -31,17 +31,16 @@ def normalize(q: cute.Tensor, k: cute.Tensor, per_lane: cutlass.Constexpr) -> Fl
     warp_sums(sums, 3)
     q_scale = ptx.rsqrt_approx(sums[0] + Float32(L2_EPS)) * Float32((32 * per_lane) ** -0.5)
     k_scale = ptx.rsqrt_approx(sums[1] + Float32(L2_EPS))
-    for i in cutlass.range_constexpr(per_lane):
-        q[i], k[i] = q[i] * q_scale, k[i] * k_scale
-    return sums[2] * q_scale * k_scale
+    return q_scale, k_scale, sums[2] * q_scale * k_scale
 
 
 @cute.jit
 def correct(
-    sm: Sm, state: cute.Tensor, q: cute.Tensor, k: cute.Tensor, kq: Float32, decay: cute.Tensor, value: Float32,
-    beta: Float32,
-):  # fmt: skip
-    """Predict, correct, read. `value` is of row `lane // (16 // rows) % rows` of this warp. -> c and o of that row"""
+    sm: Sm, state: cute.Tensor, q: cute.Tensor, k: cute.Tensor, decay: cute.Tensor, value: Float32, numbers: tuple
+):
+    """Predict, correct, read. `value` is of row `lane // (16 // rows) % rows` of this warp; `numbers` are beta and what
+    `lengths` returns. -> c with the scale of k, and o, of that row"""
+    beta, q_scale, k_scale, kq = numbers
     per_lane, rows = sm.shape.kda_head_dim // 32, sm.shape.kda_head_dim // CONSUMER_WARPS
     totals = cute.make_rmem_tensor(2 * rows, Float32)
     for v in cutlass.range_constexpr(2 * rows):
@@ -53,10 +52,10 @@ def correct(
             totals[rows + v] = totals[rows + v] + state[v * per_lane + i] * read_by
     total = _sums_by_lane(totals, 2 * rows, sm.lane)
     other = ptx.shfl_xor(total, 16)
-    seen = ptx.select_f32(sm.lane < 16, total, other)
-    read = ptx.select_f32(sm.lane < 16, other, total)
+    seen = ptx.select_f32(sm.lane < 16, total, other) * k_scale
+    read = ptx.select_f32(sm.lane < 16, other, total) * q_scale
     correction = beta * (value - seen)
-    return correction, read + kq * correction
+    return correction * k_scale, read + kq * correction
 
 
 @cute.jit
@@ -95,7 +94,7 @@ def load_rows(sm: Sm, address: Int32, state: cute.Tensor):
     """This warp's rows of the state from its place in the ring."""
     K = sm.shape.kda_head_dim
     for v in cutlass.range_constexpr(K // CONSUMER_WARPS):
-        load_row(address + v * (4 * K) + sm.lane * (K // 8), state, v * (K // 32), K // 32)
+        _load_row(address + v * (4 * K) + sm.lane * (K // 8), state, v * (K // 32), K // 32)
 
 
 @cute.jit
@@ -110,8 +109,15 @@ def store_rows(sm: Sm, f: Fields, h: Int32, slot: Int32, state: cute.Tensor):
 
 
 @cute.jit
-def load_row(address: Int32, into: cute.Tensor, at: cutlass.Constexpr, per_lane: cutlass.Constexpr):
-    """This lane's channels of a row."""
+def load_lane(address: Int32, lane: Int32, per_lane: cutlass.Constexpr):
+    """This lane's channels of a vector in shared memory."""
+    values = cute.make_rmem_tensor(per_lane, Float32)
+    _load_row(address + lane * (4 * per_lane), values, 0, per_lane)
+    return values
+
+
+@cute.jit
+def _load_row(address: Int32, into: cute.Tensor, at: cutlass.Constexpr, per_lane: cutlass.Constexpr):
     if cutlass.const_expr(per_lane == 4):
         into[at], into[at + 1], into[at + 2], into[at + 3] = ptx.ld_shared_v4_f32(address)
     else:
