@@ -43,13 +43,11 @@ def correct(
     beta, q_scale, k_scale, kq = numbers
     per_lane, rows = sm.shape.kda_head_dim // 32, sm.shape.kda_head_dim // CONSUMER_WARPS
     totals = cute.make_rmem_tensor(2 * rows, Float32)
-    for v in cutlass.range_constexpr(2 * rows):
-        totals[v] = Float32(0.0)
-    for i in cutlass.range_constexpr(per_lane):
-        seen_by, read_by = k[i] * decay[i], q[i] * decay[i]
-        for v in cutlass.range_constexpr(rows):
-            totals[v] = totals[v] + state[v * per_lane + i] * seen_by
-            totals[rows + v] = totals[rows + v] + state[v * per_lane + i] * read_by
+    for v in cutlass.range_constexpr(rows):
+        totals[v], totals[rows + v] = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(per_lane):
+            totals[v] = totals[v] + state[v * per_lane + i] * (k[i] * decay[i])
+            totals[rows + v] = totals[rows + v] + state[v * per_lane + i] * (q[i] * decay[i])
     total = _sums_by_lane(totals, 2 * rows, sm.lane)
     other = ptx.shfl_xor(total, 16)
     seen = ptx.select_f32(sm.lane < 16, total, other) * k_scale
