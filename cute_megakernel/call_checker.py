@@ -98,22 +98,20 @@ class CallChecker:
         elif "tap" in args:
             calls, epilogue, image, more = self._behind(row, base, image)
             checks |= more
-        if args["epilogue"] in (Epilogue.LOCAL, Epilogue.LOGITS):
-            epilogue = args["epilogue"]
+        if args["epilogue"] == Epilogue.LOGITS:
+            epilogue = Epilogue.LOGITS
         *_, n, c = args["weight"].shape
         inputs, outputs = (n, c) if base.op == "mla_absorb_query" else (c, n)
         heads = args["weight"].shape[0] if len(args["weight"].shape) == 3 else 1
-        start = args.get("x_off", 0) // 2
-        view = View(row.x.buffer, row.x.start + start, base.args[x].width)
         per_head = heads > 1 or len(args["weight"].shape) == 3
         checks |= {
-            "input": view == base.args[x] and start + view.width <= row.x.width,
+            "input": row.x == base.args[x],
             "image": args["image"] == image,
             "epilogue": args["epilogue"] == epilogue,
             "outputs": args["n_valid"] == heads * outputs and args["batch_tiles"] == tiles(outputs),
-            "tiles": args["total"] == heads * tiles(outputs) and (row.item_units > 0 or row.units == args["total"]),
+            "tiles": args["total"] == heads * tiles(outputs) == row.units,
             "inputs": args["kb"] == blocks(inputs, BF16_BLOCK),
-            "bytes": row.unit_bytes == args["kb"] * 512 * (row.item_units or 1),
+            "bytes": row.unit_bytes == args["kb"] * 512,
         }
         if per_head and not args.get("x_local"):
             checks["head"] = args["x_batch"] == 2 * (base.args[x].width // heads)
@@ -168,32 +166,39 @@ class CallChecker:
             **same,
         )
 
-    def causal_conv1d(self, row: Row) -> Carried:
-        """The convolution, and what it fetches for the gate and the norm of the same heads."""
-        args, call = row.args, self.producer[row.args["dst"].index]
-        behind = self.recording.calls[call.index :]
-        gate = next(c for c in behind if c.op.startswith("kda_gate"))
-        norm = next(c for c in behind if c.op == "gated_rms_norm")
+    def kda_head(self, row: Row) -> Carried:
+        """All calls of a block, each with what the one before it makes."""
+        args = row.args
+        names = ("tap_raw_decay", "tap_z", "tap_log_decay", "tap_o", "dst")
+        f_b, conv, gate, recurrent, norm = (self.producer[args[name].index] for name in names)
+        calls = [f_b, conv, gate, recurrent, norm]
+        z, parts = conv.outputs[0], [recurrent.args[name] for name in "qkv"]
+        g_b = self.producer[args["tap_out_gate"].index] if args["tap_out_gate"] is not None else None
+        out_gate = args["gate"] if g_b is None else _whole(g_b.outputs[0])
+        if g_b is not None:
+            calls.append(g_b)
+        heads = args["pool"].shape[1]
+        rank = sum(c.args["weight"].shape[1] for c in (f_b, g_b) if c is not None)
         return Carried(
-            [call],
-            source=args["src"] == call.args["x"],
-            weight=args["weight"] == call.args["weight"],
-            pool=args["pool"] == call.args["conv_window"],
-            gate=all(args[name] == gate.args[name] for name in ("raw_beta", "A_log", "dt_bias")),
-            norm=args["norm"] == norm.args["weight"] and args["gate"] in (None, norm.args["out_gate"]),
+            calls,
+            f_b=f_b.op == "linear" and (args["f_a"], args["f_b"]) == (f_b.args["x"], f_b.args["weight"]),
+            g_b=g_b is None or (args["gate"], args["g_b"]) == (g_b.args["x"], g_b.args["weight"]),
+            conv=(args["src"], args["conv"], args["window"])
+            == tuple(conv.args[name] for name in ("x", "weight", "conv_window")),
+            gate=gate.args["raw_decay"] == _whole(f_b.outputs[0])
+            and args["beta"] == gate.args["raw_beta"]
+            and all(args[name] == gate.args[name] for name in ("A_log", "dt_bias")),
+            bound=args["bound"] == gate.args.get("lower_bound", 0.0),
+            decay=(args["tap_log_decay"], args["tap_beta"]) == gate.outputs
+            and [recurrent.args[name] for name in ("log_decay", "beta")] == [_whole(b) for b in gate.outputs],
+            state=args["pool"] == recurrent.args["state"]
+            and parts == [View(z, i * (z.width // 3), z.width // 3) for i in range(3)],
+            norm=norm.args["o"] == _whole(recurrent.outputs[0])
+            and norm.args["out_gate"] == out_gate
+            and (args["norm"], args["eps"]) == (norm.args["weight"], norm.args["eps"]),
+            reads=row.reads == [args[name] for name in ("src", "f_a", "gate", "beta")],
+            bytes=row.unit_bytes == 2 * (z.width // 3 // heads) * (2 * (z.width // 3 // heads) + rank),
         )
-
-    def kda_gate(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        return Carried([call], bound=row.args["bound"] == call.args.get("lower_bound", 0.0))
-
-    def kda_recurrent(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        return Carried([call], pool=row.args["pool"] == call.args["state"])
-
-    def gated_rms_norm(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        return Carried([call], eps=row.args["eps"] == call.args["eps"])
 
     def mla_kv_append(self, row: Row) -> Carried:
         args = row.args

@@ -33,7 +33,6 @@ class Sm:
     block: int
     row: int = 0
     x: dict[int, tuple[tuple, Tensor]] = field(default_factory=dict)  # area -> what it is, and its values
-    items: dict[str, tuple[tuple, Tensor]] = field(default_factory=dict)
     ids: tuple[int, Tensor, Tensor] | None = None  # number of the router, picks, weights
 
 
@@ -76,8 +75,8 @@ class Launch:
             tensor = tensor[:, first : first + weight.shape[1]]
         return tensor
 
-    def pool(self, f: Fields) -> Tensor:
-        pool = f.subject("pool")
+    def pool(self, f: Fields, name: str = "pool") -> Tensor:
+        pool = f.subject(name)
         return getattr(self.state.layers[pool.layer], pool.field)
 
     def load(self, words: Words, dtype: torch.dtype = BF16) -> Tensor:

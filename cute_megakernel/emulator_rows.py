@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from cute_megakernel import emulator_attention
 from cute_megakernel.emulator_memory import F32, EmulationError, Launch, Sm, take_x
-from cute_megakernel.footprint import Part, batch_rows, grid, item_of, writes
+from cute_megakernel.footprint import Part, batch_rows, grid, writes
 from cute_megakernel.ring import share
 from cute_megakernel.rows import Code, Epilogue, Row
 from cute_megakernel.schedule_error import label
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 def run_row(launch: Launch, sm: Sm, number: int, part: Part) -> None:
     row = launch.schedule.rows[number]
-    if row.units > 0 and not row.item_units and part.end > row.units:
+    if row.units > 0 and part.end > (row.first or 0) + row.units:
         raise EmulationError(f"{label(number, row)}: SM {sm.block} has unit {part.end - 1} of {row.units}")
     _HANDLERS[row.code](launch, sm, number, row, launch.view.rows[number], part)
 
@@ -74,9 +74,6 @@ def _bank_scores(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part:
 
 def _linear(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     x, kind, where = take_x(launch, sm, number, row), Epilogue(f["epilogue"]), label(number, row)
-    if kind == Epilogue.LOCAL:
-        _local_linear(launch, sm, row, f, part, x)
-        return
     if f["local"]:
         y = launch.ops.mla_expand_value(x, _heads(launch, f, part)).flatten(1)
         y = y[:, 8 * (part.first - part.first // f["batch_tiles"] * f["batch_tiles"]) :]
@@ -131,14 +128,6 @@ def _activated(launch: Launch, row: Row, gate_up: Tensor) -> Tensor:
     if row.args["epilogue"] == Epilogue.SITU:
         return launch.ops.situ(gate_up, row.args["p0"], row.args["p1"])
     return launch.ops.swiglu(gate_up)
-
-
-def _local_linear(launch: Launch, sm: Sm, row: Row, f: Fields, part: Part, x: Tensor) -> None:
-    r, head = item_of(launch.shape, part.first // row.item_units)
-    weight, start = launch.weight(f.subject("weight")), f["x_off"] // 2
-    tiles = slice(8 * (part.first % f["total"]), 8 * (part.first % f["total"] + part.end - part.first))
-    y = launch.ops.linear(x[r : r + 1, start : start + weight.shape[1]], weight[tiles])
-    sm.items[row.args["local"]] = ((row.place, r, head), y)
 
 
 # experts

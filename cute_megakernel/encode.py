@@ -155,23 +155,17 @@ class Encoder:
             values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
         self._pieces(values, False)
         values["magic"] = -(-(1 << 20) // max(values["ppt"], values["tpp"]))  # pieces to tiles, or tiles to pieces
-        values |= {"x_batch": args.get("x_batch", 0), "x_off": args.get("x_off", 0), "epilogue": int(args["epilogue"])}
+        values |= {"x_batch": args.get("x_batch", 0), "epilogue": int(args["epilogue"])}
         values["local"] = int(args.get("x_local", False))
         if values["local"]:
             values["x_pitch"] = self._heads_pitch(row)
-        if args["epilogue"].name == "LOCAL":
-            self._tap(values, "dst", args["dst"])
-        else:
-            self._sum(row, values)
+        self._sum(row, values)
         if "tap" in args:
             self._tap(values, "tap", args["tap"])
         if "gate" in args:
             self._view(values, "gate", args["gate"])
         for name in ("p0", "p1"):
             values[name] = float(args.get(name, 0.0))
-        if args["epilogue"].name == "LOCAL":
-            head_dim = self.schedule.shape.kda_head_dim
-            values["local_at"] = {"decay": 0, "gate": head_dim}[args["local"]]
         if args["epilogue"].name == "LOGITS":
             values |= {"out": self.address("logits", args["dst"]), "part": self.schedule.extras["best"].start}
 
@@ -222,28 +216,24 @@ class Encoder:
         values |= {"pool": self.address("pool", pool), "pool_stride": self.address("pool stride", pool)}
         values["pool_count"] = self.address("pool count", pool)
 
-    def _causal_conv1d(self, row: Row, values: dict):
+    def _kda_head(self, row: Row, values: dict):
         args = row.args
         self._view(values, "src", args["src"])
-        self._tap(values, "dst", args["dst"])
-        self._view(values, "gate", args["gate"])
-        self._view(values, "beta", args["raw_beta"])
-        for name, weight in (("weight", "weight"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
+        self._view(values, "dst", args["dst"])
+        for name in ("f_a", "gate", "beta"):
+            self._view(values, name, args[name], "src_pitch")
+        for name in ("tap_z", "tap_raw_decay", "tap_out_gate", "tap_log_decay", "tap_beta", "tap_o"):
+            wanted = self.taps and args[name] is not None
+            values[name] = self.schedule.places[args[name].index].start if wanted else ABSENT
+        for name in ("f_b", "g_b"):
+            values[name] = self.address("tiles", args[name]) if args[name] is not None else 0
+        for name, weight in (("weight", "conv"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
             values[name] = self.address("weight", args[weight])
         self._pool(values, args["pool"])
-
-    def _kda_gate(self, row: Row, values: dict):
-        self._tap(values, "dst", row.args["dst"])
-        self._tap(values, "tap", row.args["beta"])
-        values["p0"] = float(row.args["bound"])
-
-    def _kda_recurrent(self, row: Row, values: dict):
-        self._pool(values, row.args["pool"])
-        self._tap(values, "dst", row.args["dst"])
-
-    def _gated_rms_norm(self, row: Row, values: dict):
-        self._view(values, "dst", row.args["dst"])
-        values["eps"] = float(row.args["eps"])
+        values |= {"p0": float(args["bound"]), "eps": float(args["eps"])}
+        window = args["window"]
+        values |= {"window": self.address("pool", window), "window_stride": self.address("pool stride", window)}
+        values["pool_count"] = min(values["pool_count"], self.address("pool count", window))
 
     def _flag(self, append: Row) -> int:
         return self.schedule.extras["flags"].start + 16 * next(

@@ -7,7 +7,7 @@ Three passes, each over a plain list:
     load      a row whose input is not what the SM holds gets a load in front of it
 """
 
-from cute_megakernel.recording import Buffer, Call, Recording, View, Weight
+from cute_megakernel.recording import Call, Recording, View, Weight
 from cute_megakernel.rows import TILE_ROWS, Code, Epilogue, Row
 
 BF16_BLOCK, MXFP4_BLOCK = 32, 64  # inputs of one block of a tile
@@ -41,15 +41,12 @@ class Fuse:
         self._embedded: dict[int, Call] = {}  # outputs of embedding that no row computes yet
         self._maker: dict[int, Row] = {}  # row that writes a buffer
         self._heads: list[Call] = []  # calls of the KDA block that is being collected
-        self._local = {
-            call.args[name].buffer.index
+        self._of_heads = {  # what f_b and g_b make; a full-rank output gate is a part of what in_proj makes
+            view.buffer.index
             for call in recording.calls
-            for name in ("raw_decay", "out_gate")
-            if call.op.startswith("kda_gate") or call.op == "gated_rms_norm"
-            if isinstance(call.args.get(name), View)
-            and call.args[name].start == 0
-            and recording.rows
-            and self._is_small_linear(call.args[name].buffer)
+            if call.op in ("kda_gate_bounded", "kda_gate_softplus", "gated_rms_norm")
+            for view in (call.args.get("raw_decay"), call.args.get("out_gate"))
+            if isinstance(view, View) and view.width == view.buffer.width
         }
         self._mixes_left = [c for c in recording.calls if c.op == "attn_res_norm"]
         self._scored: set[tuple[int, int]] = set()
@@ -57,10 +54,6 @@ class Fuse:
             getattr(self, call.op)(call)
         for call in list(self._embedded.values()):
             self._mix(call, View(call.outputs[0], 0, call.outputs[0].width), None)
-
-    def _is_small_linear(self, buffer: Buffer) -> bool:
-        maker = next((c for c in self.recording.calls if buffer in c.outputs), None)
-        return maker is not None and maker.op == "linear" and maker.args["weight"].path.endswith(("f_b", "g_b"))
 
     def _add(self, row: Row) -> Row:
         self.rows.append(row)
@@ -151,7 +144,7 @@ class Fuse:
     # projections
 
     def linear(self, call: Call):
-        if call.outputs[0].index in self._local:
+        if call.outputs[0].index in self._of_heads:
             self._heads.append(call)
         else:
             self._linear(call, Epilogue.ACT)
@@ -248,7 +241,7 @@ class Fuse:
 
     moe_down_mxfp4 = moe_down
 
-    # KDA: all calls of a head on one SM, one (row, head) item at a time
+    # KDA: all calls of a (batch row, head) item in one row, one item an SM
 
     def causal_conv1d(self, call: Call):
         self._heads.append(call)
@@ -257,82 +250,44 @@ class Fuse:
 
     def gated_rms_norm(self, call: Call):
         calls, self._heads = [*self._heads, call], []
-        by_op = {c.op: c for c in calls if c.op != "linear"}
-        heads = by_op["kda_recurrent"].args["state"].shape[1]
-        items = self.recording.rows * heads
-        small = [c for c in calls if c.op == "linear"]
-        for first in range(0, items, self.sms):
-            some = min(self.sms, items - first)
-            last = first + some == items
-            start = min(c.args["x"].start for c in small)
-            end = max(c.args["x"].start + c.args["x"].width for c in small)
-            source = small[0].args["x"].buffer
-            for c in small:
-                self._head_linear(c, View(source, start, end - start), heads, first, some, last)
-            self._head_rows(by_op, heads, first, some, last)
-
-    def _head_linear(self, call: Call, x: View, heads: int, first: int, some: int, last: bool):
-        weight = call.args["weight"]
-        n, c = weight.shape
-        per_head, kb = tiles(n // heads), blocks(c, BF16_BLOCK)
-        row = Row(Code.LINEAR, call.place, [call.index] if last else [], units=some, unit_bytes=per_head * kb * 512)
-        row.x, row.reads, row.item_units = x, [x], per_head
-        row.args = {"weight": weight, "image": "tiles", "kb": kb, "total": tiles(n), "batch_tiles": tiles(n)}
-        row.args |= {"x_off": 2 * (call.args["x"].start - x.start), "epilogue": Epilogue.LOCAL, "n_valid": n}
-        row.args |= {
-            "local": "gate" if weight.path.endswith("g_b") else "decay",
-            "first": first,
+        by_op = {c.op: c for c in calls}
+        made_by = {c.outputs[0].index: c for c in calls}
+        gate = by_op.get("kda_gate_bounded") or by_op["kda_gate_softplus"]
+        f_b, g_b = (made_by.get(view.buffer.index) for view in (gate.args["raw_decay"], call.args["out_gate"]))
+        conv, recurrent = by_op["causal_conv1d"], by_op["kda_recurrent"]
+        args = {
+            "src": conv.args["x"],
+            "f_a": f_b.args["x"],
+            "gate": call.args["out_gate"] if g_b is None else g_b.args["x"],
+            "beta": gate.args["raw_beta"],
+            "f_b": f_b.args["weight"],
+            "g_b": None if g_b is None else g_b.args["weight"],
+            "conv": conv.args["weight"],
+            "window": conv.args["conv_window"],
+            "A_log": gate.args["A_log"],
+            "dt_bias": gate.args["dt_bias"],
+            "bound": gate.args.get("lower_bound", 0.0),
+            "pool": recurrent.args["state"],
+            "norm": call.args["weight"],
+            "eps": call.args["eps"],
+            "tap_z": conv.outputs[0],
+            "tap_raw_decay": f_b.outputs[0],
+            "tap_out_gate": None if g_b is None else g_b.outputs[0],
+            "tap_log_decay": gate.outputs[0],
+            "tap_beta": gate.outputs[1],
+            "tap_o": recurrent.outputs[0],
             "dst": call.outputs[0],
         }
-        row.writes = [call.outputs[0]]
-        self._add(row)
-
-    def _head_rows(self, by_op: dict[str, Call], heads: int, first: int, some: int, last: bool):
-        conv, norm, recurrent = by_op["causal_conv1d"], by_op["gated_rms_norm"], by_op["kda_recurrent"]
-        gate = by_op.get("kda_gate_bounded") or by_op["kda_gate_softplus"]
-
-        def add(code: Code, call: Call, reads: list[View], writes: list[Buffer], nbytes: int = 0, **args):
-            row = Row(code, call.place, [call.index] if last else [], units=some, unit_bytes=nbytes, item_units=1)
-            row.reads, row.writes, row.args = reads, writes, {"first": first, **args}
+        _, heads, V, K = recurrent.args["state"].shape
+        nbytes = 4 * V * K + sum(2 * K * c.args["weight"].shape[1] for c in (f_b, g_b) if c is not None)
+        items = self.recording.rows * heads
+        for first in range(0, items, self.sms):
+            some = min(self.sms, items - first)
+            done = sorted(c.index for c in calls) if first + some == items else []
+            row = Row(Code.KDA_HEAD, call.place, done, units=some, unit_bytes=nbytes, args={"first": first, **args})
+            row.reads = [args[name] for name in ("src", "f_a", "gate", "beta")]
+            row.writes = [buffer for c in calls for buffer in c.outputs]
             self._add(row)
-
-        gate_view = None if norm.args["out_gate"].buffer.index in self._local else norm.args["out_gate"]
-        fetched = [conv.args["x"], gate.args["raw_beta"], *([gate_view] if gate_view is not None else [])]
-        add(
-            Code.CAUSAL_CONV1D,
-            conv,
-            fetched,
-            [*conv.outputs],
-            src=conv.args["x"],
-            weight=conv.args["weight"],
-            pool=conv.args["conv_window"],
-            dst=conv.outputs[0],
-            raw_beta=gate.args["raw_beta"],
-            gate=gate_view,
-            A_log=gate.args["A_log"],
-            dt_bias=gate.args["dt_bias"],
-            norm=norm.args["weight"],
-        )
-        add(
-            Code.KDA_GATE,
-            gate,
-            [],
-            [*gate.outputs],
-            bound=gate.args.get("lower_bound", 0.0),
-            dst=gate.outputs[0],
-            beta=gate.outputs[1],
-        )
-        pool = recurrent.args["state"]
-        _, _, V, K = pool.shape
-        add(Code.KDA_RECURRENT, recurrent, [], [*recurrent.outputs], 4 * V * K, pool=pool, dst=recurrent.outputs[0])
-        add(
-            Code.GATED_RMS_NORM,
-            norm,
-            [],
-            [*norm.outputs],
-            eps=norm.args["eps"],
-            dst=norm.outputs[0],
-        )
 
     # MLA
 
@@ -463,10 +418,6 @@ def load(rows: list[Row], second_bytes: int) -> list[Row]:
             need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows, x_side=row.x_side)
             need.args = {"src": row.x, "width": row.x.width}
             need.args |= {k: row.args[k] for k in ("group", "group_pad") if row.code == Code.MOE_DOWN}
-            need.item_units = 1 if row.item_units else 0
-            need.units = row.units if row.item_units else 0
-            if row.item_units:
-                need.args["first"] = row.args["first"]
             result.append(need)
             held = [held[0], (row.x, row.rows)] if row.x_side else [(row.x, row.rows), None]
         result.append(row)

@@ -236,6 +236,11 @@ def bulk_copy(dst: Int32, src: Int64, nbytes: Int32, barrier: Int32):
     inline_ptx(text, read_only_args=[dst, src, nbytes, barrier])
 
 
+def prefetch_line(src: Int64):
+    """The line that the address is in, to the cache that all SMs share."""
+    inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[src])
+
+
 def fence_barrier_init():
     inline_ptx("fence.mbarrier_init.release.cluster;")
 
@@ -255,6 +260,10 @@ def sync_warp():
 
 def shfl(value, lane: Int32):
     """`value` of another lane."""
+    return cute.arch.shuffle_sync(value, lane)
+
+
+def shfl_f32(value: Float32, lane: int) -> Float32:
     return cute.arch.shuffle_sync(value, lane)
 
 

@@ -46,11 +46,7 @@ class Schedule:
         """Rows at which a launch may begin: what the SMs hold in shared memory before is not needed from there on."""
         starts, experts = [], False
         for number, row in enumerate(self.rows):
-            if (
-                row.code in (Code.MIX, Code.BANK_SCORES)
-                and not experts
-                and (not row.item_units or row.args["first"] == 0)
-            ):
+            if row.code in (Code.MIX, Code.BANK_SCORES, Code.KDA_HEAD) and not experts:
                 starts.append(number)
             done = row.code == Code.MOE_DOWN and row.rows[1] == self.recording.rows  # of its batch rows, the last
             experts = row.code == Code.MOE_ROUTER or (experts and not done)
@@ -64,7 +60,7 @@ class Schedule:
         """Bytes that the SM streams, but for the experts, which the router decides."""
         units = zip(self.rows, self.work[sm], strict=True)
         return sum(
-            max(0, end - first) // (row.item_units or 1) * row.unit_bytes
+            max(0, end - first) * row.unit_bytes
             for row, (first, end) in units
             if row.code in STREAMED and row.units > 0
         )
@@ -87,6 +83,7 @@ def kernel_shape(config: KimiConfig, rows: int, sms: int, x_bytes: int) -> Kerne
         x_bytes=x_bytes,
         sms=sms,
         slots=0,
+        low_rank_gate=not config.full_rank_out_gate,
     )
     return replace(shape, slots=most_slots(shape))
 
@@ -118,20 +115,17 @@ def _whole(nbytes: int) -> int:
 
 
 def share_out(rows: list[Row], sms: int) -> list[list[tuple[int, int]]]:
-    """Contiguous ranges of units: each SM gets the same number, and one more goes to those that have streamed least."""
+    """Contiguous ranges of units: each SM gets the same number, and one more goes to those that have streamed least.
+    Items go one each to those."""
     load = [0.0] * sms
     work: list[list[tuple[int, int]]] = [[] for _ in range(sms)]
-    items: list[int] = []  # SM of each item of the KDA block at hand
     for row in rows:
         if row.units <= 0:  # done by all, or dealt out on the device
             ranges = [(0, 1)] * sms
-        elif row.item_units:
-            if row.code == Code.MIX:
-                items = sorted(sorted(range(sms), key=load.__getitem__)[: row.units])
+        elif row.first is not None:
             ranges = [(0, 0)] * sms
-            for i, sm in enumerate(items[: row.units]):
-                unit = (row.args["first"] + i) * row.item_units
-                ranges[sm] = (0, 1) if row.code == Code.MIX else (unit, unit + row.item_units)
+            for i, sm in enumerate(sorted(sorted(range(sms), key=load.__getitem__)[: row.units])):
+                ranges[sm] = (row.first + i, row.first + i + 1)
                 load[sm] += row.unit_bytes
         else:
             ranges = _even(row, load, sms)

@@ -7,7 +7,7 @@ CONSUMERS = CONSUMER_WARPS * 32
 THREADS = CONSUMERS + 32  # one more warp streams
 SLOT_BYTES = 20480  # two pieces
 MXFP4_PIECE = 28  # blocks at most, 7616 bytes: fewer than fit, for they are work to decode
-STATE_BYTES = 16384  # of a recurrent state in one slot
+STATE_BYTES = 16384  # of a head's recurrent state, or of its tiles of a projection, in one slot
 SHARED_BYTES = 232448  # most that a block may have, sm_90 and sm_100
 FIELD_WORDS = 64  # words of a table row
 MAX_SPLITS = 32  # parts of a sequence in mla_decode
@@ -43,6 +43,7 @@ class KernelShape:
     x_bytes: int
     sms: int
     slots: int
+    low_rank_gate: bool = False  # the output gate of a KDA head comes by way of g_b
     delay_seed: int = 0  # > 0: every warp sleeps a pseudo-random time before each row
     trace: bool = False
 

@@ -25,6 +25,7 @@ from cute_megakernel.core import (
 )
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, STATE_BYTES
+from cute_megakernel.stages.causal_conv1d import step_bytes, window_at
 from cute_megakernel.stages.kda_head import is_new, slot_of_row
 from cute_megakernel.stages.moe_down import served_experts, serves
 from cute_megakernel.stages.moe_gate_up import share
@@ -56,13 +57,8 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int3
         pos = _gate_up(sm, f, pos)
     elif code == Code.MOE_DOWN:
         pos = _down(sm, f, pos, first, end)
-    elif code == Code.KDA_RECURRENT:
-        K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
-        r, h = first // H, first % H
-        slot = slot_of_row(sm, f, r)
-        if (slot >= 0) & (is_new(sm, r) == 0):
-            source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-            pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+    elif code == Code.KDA_HEAD:
+        pos = _head(sm, f, pos, first)
     elif code == Code.MIX:
         _prefetch(sm, f)
     return pos
@@ -76,6 +72,42 @@ def _prefetch(sm: Sm, f: Fields):
             ptx.prefetch(address_of(f, "norm"), f["width"] * 2)
         if f["n_bank"] > 0:
             ptx.prefetch(address_of(f, "weight2"), f["width"] * 4)
+
+
+@cute.jit
+def _head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
+    """The state of an item, unless it starts from zeros, and the tiles of its head."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    r, h = item // H, item % H
+    slot = slot_of_row(sm, f, r)
+    old = (slot >= 0) & (is_new(sm, r) == 0)
+    _prefetch_head(sm, f, h, slot, old)
+    if old:
+        source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
+        pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+    for i in cutlass.range_constexpr(2 if sm.shape.low_rank_gate else 1):
+        source = address_of(f, ("f_b", "g_b")[i]) + Int64(h) * (2 * K * K)
+        pos = _copy(sm, pos, source, Int32(2 * K * K), Int32(STATE_BYTES))
+    return pos
+
+
+@cute.jit
+def _prefetch_head(sm: Sm, f: Fields, h: Int32, slot: Int32, old):
+    """What the row loads from memory by itself, on its way to the cache: each lane has a contiguous piece of it."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    channel = (sm.lane % 3 * H + h) * K  # the first of q, k or v
+    if sm.lane < 9:
+        if old:
+            ptx.prefetch(window_at(sm, f, channel, slot) + sm.lane // 3 * step_bytes(sm), Int32(2 * K))
+    elif sm.lane < 12:
+        ptx.prefetch(address_of(f, "weight") + Int64(channel) * 16, Int32(16 * K))
+    elif sm.lane == 12:
+        ptx.prefetch(address_of(f, "weight2") + Int64(h) * (4 * K), Int32(4 * K))
+    elif sm.lane == 13:
+        ptx.prefetch(address_of(f, "norm"), Int32(4 * K))
+    elif sm.lane == 14:
+        ptx.prefetch_line(address_of(f, "A_log") + Int64(h) * 4)
+    ptx.sync_warp()
 
 
 @cute.jit
@@ -132,7 +164,7 @@ class Rows:
 def _linear(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     """Tiles [first, end): pieces of them, or a few whole ones, two in a slot."""
     rows = Rows(f)
-    tile, inside, left = first % f["total"], Int32(0), (end - first) * rows.ppt
+    tile, inside, left = first, Int32(0), (end - first) * rows.ppt
     most = _most_slots(sm, 16 * rows.tpp * rows.piece)
     while left > 0:
         count = ptx.smaller(left, 2 * rows.tpp)

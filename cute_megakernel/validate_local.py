@@ -1,20 +1,13 @@
-"""What rows hand on through the shared memory of an SM: x, the state of a head between the KDA rows, the list of
-experts. Where a launch may begin (`Schedule.part_starts`), nothing of that is left."""
+"""What rows hand on through the shared memory of an SM: x and the list of experts. Where a launch may begin
+(`Schedule.part_starts`), nothing of that is left."""
 
 from collections import defaultdict
 
-from cute_megakernel.footprint import Part, item_of
-from cute_megakernel.rows import Code, Epilogue, Row
+from cute_megakernel.footprint import Part
+from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
 from cute_megakernel.schedule_error import ScheduleError, expect, label
 from cute_megakernel.table_view import Fields, TableView
-
-NEEDS = {  # what of an item must be on the SM, and what the row leaves there
-    Code.CAUSAL_CONV1D: ((), ("q", "k", "v", "raw_beta", "dt_bias", "norm")),
-    Code.KDA_GATE: (("decay", "raw_beta", "dt_bias"), ("log_decay", "beta")),
-    Code.KDA_RECURRENT: (("q", "k", "v", "log_decay", "beta"), ("o",)),
-    Code.GATED_RMS_NORM: (("o", "gate", "norm"), ()),
-}
 
 
 def check_local(schedule: Schedule, view: TableView) -> None:
@@ -30,8 +23,6 @@ def check_local(schedule: Schedule, view: TableView) -> None:
             memory.put_x(row, f, parts)
         elif row.code in (Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN):
             memory.take_x(where, row, f, parts)
-        if row.code in NEEDS or (row.code == Code.LINEAR and f["epilogue"] == Epilogue.LOCAL):
-            memory.pass_item(where, row, f, parts)
         if row.code in (Code.MOE_ROUTER, Code.MOE_GATE_UP, Code.MOE_DOWN):
             memory.list_experts(where, row, f)
     memory.finish()
@@ -44,7 +35,6 @@ class Memory:
         self.schedule = schedule
         self.x: list[dict[int, tuple]] = [{} for _ in range(schedule.shape.sms)]  # by where in x it begins
         self.ends: dict[tuple[int, int], int] = {}  # where what begins there ends
-        self.items: list[dict[str, tuple]] = [{} for _ in range(schedule.shape.sms)]
         self.lists: list[object] = []  # expert ids of the routers so far
         self.free = True
         self.served: dict[object, list[tuple[int, int]]] = defaultdict(list)
@@ -53,7 +43,6 @@ class Memory:
         """A launch may begin here: whatever is in shared memory is lost."""
         expect(self.free, where, "a launch may begin here, but the list of experts is in use")
         self.x = [{} for _ in range(self.schedule.shape.sms)]
-        self.items = [{} for _ in range(self.schedule.shape.sms)]
 
     def put_x(self, row: Row, f: Fields, parts: list[Part]) -> None:
         for part in parts:
@@ -84,22 +73,6 @@ class Memory:
             held, want = self.x[part.sm].get(f["x_at"]), self._key(row, f, part, local)
             if held != want:
                 raise ScheduleError(f"{where}: SM {part.sm} holds {_show(held)}, not {_show(want)}")
-
-    def pass_item(self, where: str, row: Row, f: Fields, parts: list[Part]) -> None:
-        needs, leaves = NEEDS.get(row.code, ((), (str(row.args.get("local")),)))
-        if row.code == Code.CAUSAL_CONV1D and f["gate"] >= 0:
-            leaves = (*leaves, "gate")
-        for part in parts:
-            assert part.sm is not None
-            expect((part.end - part.first) == row.item_units, where, f"SM {part.sm} has more than one item")
-            item = (row.place, *item_of(self.schedule.shape, part.first // row.item_units))
-            held = self.items[part.sm]
-            for name in needs:
-                if held.get(name) != item:
-                    raise ScheduleError(f"{where}: SM {part.sm}: {name} of batch row and head {item[1:]} is not there")
-                del held[name]  # used once; a second use would be of another item
-            for name in leaves:
-                held[name] = item
 
     def list_experts(self, where: str, row: Row, f: Fields) -> None:
         """The list is made, used by its own layer, and free again when its last row is done."""

@@ -30,9 +30,10 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
     expect(1 <= shape.slots <= PAIRS, "ring", f"{shape.slots} slots, not 1 to {PAIRS}: each has two warps of its own")
     expect(1 <= shape.rows <= 8, "batch", f"{shape.rows} rows, not 1 to 8")
     dim = shape.kda_head_dim
-    slot_rows = min(STATE_BYTES // (4 * dim), dim)
-    fine = dim % 32 == 0 and dim <= 128 and slot_rows % CONSUMER_WARPS == 0 and dim % slot_rows == 0
+    fine = dim in (32, 64, 128) and STATE_BYTES % (4 * dim * (dim // CONSUMER_WARPS)) == 0
     expect(fine, "kda", f"head dim {dim} does not divide over the warps")
+    held = not shape.low_rank_gate or shape.slots * STATE_BYTES >= 2 * dim * dim
+    expect(held, "ring", f"{shape.slots} slots do not hold the tiles of g_b of a head")
     expect(
         shape.rows * shape.top_k <= MAX_PICKS,
         "router",
@@ -49,6 +50,8 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
         expect(0 <= row.rows[0] < row.rows[1] <= shape.rows, where, f"serves batch rows {row.rows} of {shape.rows}")
         if row.code == Code.MIX:
             _check_mix(schedule, row, f, where)
+        elif row.code == Code.KDA_HEAD:
+            _check_head(schedule, row, f, where)
         elif row.code in STREAMED:
             _check_tiles(schedule, number, row, f, where)
         elif row.code == Code.MOE_ROUTER:
@@ -83,11 +86,22 @@ def _check_mix(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
     expect(f["n_bank"] <= MAX_BANK, where, f"{f['n_bank']} bank rows, at most {MAX_BANK}")
 
 
+def _check_head(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
+    """Words in pairs, all of them in rows of one pitch, and projections as wide as a head."""
+    shape = schedule.shape
+    pairs = all(f[name] % 2 == 0 for name in ("src_pitch", "dst", "dst_pitch", "f_a", "gate"))
+    expect(pairs, where, "words do not come in pairs")
+    expect(len({view.buffer.index for view in row.reads}) == 1, where, "its inputs are not parts of one activation")
+    size = [shape.kda_heads * shape.kda_head_dim, shape.kda_head_dim]
+    weights = [f.subject(name) for name in ("f_b", "g_b")[: 1 + shape.low_rank_gate]]
+    fine = all(weight is not None and list(weight.shape) == size for weight in weights)
+    expect(fine, where, f"projections are not {size}, as the kernel is built for")
+    expect(shape.low_rank_gate == (f["g_b"] != 0), where, "the output gate is not as the kernel is built for")
+
+
 def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: str) -> None:
     """The loops over tiles and the areas for their sums."""
     shape = schedule.shape
-    if row.code == Code.KDA_RECURRENT:
-        return
     most = max(0, *(share[number][1] - share[number][0] for share in schedule.work))
     if row.code == Code.MOE_GATE_UP:
         most = -(-min(MAX_PICKS, shape.rows * shape.top_k, shape.num_experts) * f["total"] // shape.sms)
@@ -104,14 +118,8 @@ def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: st
     if row.code != Code.LINEAR:
         return
     batches, padded = row.units // f["batch_tiles"], -(-row.x.width // 64) * 64
-    if row.item_units:
-        batches = 1
-        wraps = any(
-            a < b and a % f["total"] + (b - a) > f["total"] for a, b in (share[number] for share in schedule.work)
-        )
-        expect(not wraps, where, "an SM's tiles run over the end of the weights")
     if not f["local"]:
-        last = f["x_off"] + (batches - 1) * f["x_batch"] + 64 * f["kb"]
+        last = (batches - 1) * f["x_batch"] + 64 * f["kb"]
         expect(last <= 2 * padded, where, "weights reach past their inputs")
     if batches > 1:
         expect(f["n_valid"] == 8 * row.units, where, "heads of a number of outputs that is no multiple of 8")

@@ -1,8 +1,8 @@
 """y = W x over this SM's tiles, with what follows it: rounding, an activation, a gate, the argmax.
 
 linear, router_logits, mla_absorb_query and mla_expand_value are all rows of this code; the last two are one small
-projection a head, whose tiles read their own part of x (`batch_tiles`, `x_batch`). Per-head rows (LOCAL) keep their
-outputs on the SM, for the KDA rows behind them.
+projection a head, whose tiles read their own part of x (`batch_tiles`, `x_batch`). The small ones of a KDA head are
+part of its row: a warp takes a whole tile (`load_tile`, `multiply_tile`).
 
 Rounding   float32 sums; bfloat16 at each op boundary, as the ops one by one
 """
@@ -22,7 +22,6 @@ from cute_megakernel.core import (
     own_slot,
     pass_by,
     poll_pair,
-    region,
     release_own,
     sync,
     wait_own,
@@ -58,7 +57,6 @@ class Work:
         self.tile_bytes = 8 * f["pitch"]
         rows = f["r1"] - f["r0"]
         self.x, self.second = x_address(sm, f, rows, False)
-        self.x = self.x + f["x_off"]
         self.step, self.x_batch = self.blocks * 64, f["x_batch"]
 
 
@@ -76,10 +74,7 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     """Each warp does its pieces of a group of tiles; then threads add up the pieces of an output and finish it."""
     work = Work(sm, f, low, high)
     rows, ppt, piece, phase = f["r1"] - f["r0"], work.ppt, first_piece(sm, pos), first_phase(sm, pos)
-    item, kind = Int32(0), f["epilogue"]
-    if kind == Epilogue.LOCAL:
-        item = low // f["total"]  # tiles of per-head rows count through all items
-    start, end, turn = low, Int32(0), Int32(0)
+    kind, start, end, turn = f["epilogue"], low, Int32(0), Int32(0)
     best, best_at = Float32(MINUS_INF), Int32(NO_INDEX)
     while start < high:
         count = ptx.smaller(high - start, f["group_tiles"])
@@ -91,7 +86,7 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
         end = ptx.smaller(end + f["group_pieces"], work.pieces)
         entry = turn * sm.shape.sums - (start - low) * ppt
         while piece < end:
-            _piece(sm, f, work, phase, piece, entry, item)
+            _piece(sm, f, work, phase, piece, entry)
             piece, phase = piece + 2 * sm.shape.slots, phase ^ 1
         sync(sm)
         if mine:
@@ -99,7 +94,7 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
             if kind == Epilogue.ACT:
                 finish(sm, f, values, asked, at)
             else:
-                best, best_at = _finish(sm, f, start + place, item, row + f["r0"], half, copy, values, best, best_at)
+                best, best_at = _finish(sm, f, start + place, row + f["r0"], half, copy, values, best, best_at)
         turn = turn ^ 1
         start += count
     if kind == Epilogue.LOGITS:
@@ -110,7 +105,7 @@ def linear(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
 
 
 @cute.jit
-def _piece(sm: Sm, f: Fields, work: Work, phase: Int32, piece: Int32, entry: Int32, item: Int32):
+def _piece(sm: Sm, f: Fields, work: Work, phase: Int32, piece: Int32, entry: Int32):
     """One piece of a tile, or a few whole tiles; the sums of a piece go to `entry` and its number."""
     x, first, left = work.x, piece, Int32(1)
     if work.ppt > 1:
@@ -123,7 +118,7 @@ def _piece(sm: Sm, f: Fields, work: Work, phase: Int32, piece: Int32, entry: Int
     while left > 0:
         xs = x
         if work.x_batch != 0:
-            xs = x + _head(f, work, first, item) * work.x_batch
+            xs = x + _head(f, work, first) * work.x_batch
         put_sums(sm, entry + first, multiply(sm, address, xs, work.second, work.blocks, False))
         address = address + work.tile_bytes
         first += 1
@@ -132,12 +127,12 @@ def _piece(sm: Sm, f: Fields, work: Work, phase: Int32, piece: Int32, entry: Int
 
 
 @cute.jit
-def _head(f: Fields, work: Work, first: Int32, item: Int32) -> Int32:
+def _head(f: Fields, work: Work, first: Int32) -> Int32:
     """Which part of x the tile of a per-head projection reads."""
     tile = first
     if work.ppt > 1:
         tile = (first * work.magic) >> 20
-    head = (work.low + tile - item * f["total"]) // f["batch_tiles"]
+    head = (work.low + tile) // f["batch_tiles"]
     if f["local"] != 0:  # x holds the heads of this SM's tiles only
         head = head - work.low // f["batch_tiles"]
     return head
@@ -155,15 +150,13 @@ def finish(sm: Sm, f: Fields, v: tuple, asked: tuple, at: Int32):
 
 @cute.jit
 def _finish(
-    sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, copy: Int32, v: tuple, best: Float32,
+    sm: Sm, f: Fields, tile: Int32, r: Int32, half: Int32, copy: Int32, v: tuple, best: Float32,
     best_at: Int32,
 ):  # fmt: skip
     """Four sums of batch row r, outputs 8 * tile + 4 * half and on."""
     kind = f["epilogue"]
     n = 8 * tile + 4 * half
-    if kind == Epilogue.LOCAL:
-        _keep(sm, f, tile, item, r, half, v)
-    elif kind == Epilogue.FLOAT:
+    if kind == Epilogue.FLOAT:
         at = f["dst"] + r * f["dst_pitch"] + n + copy * f["copy_stride"]
         ptx.st_word_pair(word_address(sm, at), ptx.float_bits(v[0]), ptx.float_bits(v[1]), sm.tag)
         ptx.st_word_pair(word_address(sm, at + 2), ptx.float_bits(v[2]), ptx.float_bits(v[3]), sm.tag)
@@ -197,20 +190,6 @@ def activated(sm: Sm, f: Fields, dst: Int32, tap: Int32, width: Int32, n: Int32,
 
 
 @cute.jit
-def _keep(sm: Sm, f: Fields, tile: Int32, item: Int32, r: Int32, half: Int32, v: tuple):
-    """Outputs of one head for the KDA rows on this SM; tiles count through all (batch row, head) items."""
-    if item == r:
-        low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
-        column = (8 * tile + 4 * half) % sm.shape.kda_head_dim
-        at = region(sm, "local") + (f["local_at"] + column) * 4
-        ptx.st_shared_v2_f32(at, ptx.low_bf16(low), ptx.high_bf16(low))
-        ptx.st_shared_v2_f32(at + 8, ptx.low_bf16(high), ptx.high_bf16(high))
-        if f["dst"] >= 0:
-            column = 8 * (tile - item * f["total"]) + 4 * half
-            ptx.st_word_pair(word_address(sm, f["dst"] + r * f["dst_pitch"] + (column >> 1)), low, high, sm.tag)
-
-
-@cute.jit
 def _logits(sm: Sm, f: Fields, r: Int32, n: Int32, v: tuple, best: Float32, best_at: Int32):
     """Rounded logits to the output tensor; the best of this thread so far."""
     low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
@@ -219,3 +198,34 @@ def _logits(sm: Sm, f: Fields, r: Int32, n: Int32, v: tuple, best: Float32, best
     for i in cutlass.range_constexpr(4):
         best, best_at = better(best, best_at, rounded[i], n + i)
     return best, best_at
+
+
+@cute.jit
+def load_tile(sm: Sm, address: Int32, tile: cute.Tensor, blocks: cutlass.Constexpr):
+    """A whole tile into registers."""
+    for i in cutlass.range_constexpr(blocks):
+        words = ptx.ld_shared_v4_b32(address + lane_weights(sm, 64 * blocks) + i * 64)
+        for j in cutlass.range_constexpr(4):
+            tile[4 * i + j] = words[j]
+
+
+def row_place(index: Int32) -> Int32:
+    """Where `multiply_tile` looks for pair `index` of its row, in words: the middle two of four change places."""
+    return (index & -4) | ((index & 1) << 1) | ((index >> 1) & 1)
+
+
+@cute.jit
+def multiply_tile(sm: Sm, x: Int32, tile: cute.Tensor, blocks: cutlass.Constexpr):
+    """A tile from registers times the one row at `x`, added up as `multiply` does. -> two outputs, in each group
+
+    What would be rows 8 to 15 of the activations are the second halves of the row, and so are the sums.
+    """
+    ptx.sync_warp()  # the products need the whole warp
+    c = d = (Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0))
+    a = []
+    for i in cutlass.range_constexpr(blocks):
+        a.append(ptx.ld_shared_v4_b32(x + sm.quad * 16 + i * 64))
+    for i in cutlass.range_constexpr(blocks):
+        c = ptx.mma_bf16(c, a[i], (tile[4 * i], tile[4 * i + 1]))
+        d = ptx.mma_bf16(d, a[i], (tile[4 * i + 2], tile[4 * i + 3]))
+    return c[0] + d[2], c[1] + d[3]
