@@ -8,17 +8,16 @@ An instance is for one stream at a time: a launch that meets another one of the 
 leaves it alone. `step` allocates, compiles and synchronises nothing and may be captured in a CUDA graph.
 """
 
-import functools
-import importlib
 from dataclasses import replace
 
 import torch
 
+from cute_megakernel.build import on_device, prove
 from cute_megakernel.encode import Encoder
 from cute_megakernel.images import image
+from cute_megakernel.launch import OVERLAP
 from cute_megakernel.recording import Pool, Weight, record_local_step, weight_paths
 from cute_megakernel.schedule import Schedule, make_schedule
-from cute_megakernel.validate import validate
 from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput
@@ -29,7 +28,6 @@ Tensor = torch.Tensor
 MAX_ROWS = 8
 DEFAULT_IN_FLIGHT = 4  # copies on their way to an SM at most
 POLL_NS = 0  # between two looks at activations that are not there yet
-OVERLAP = 1 << 30
 NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has
 
 
@@ -64,8 +62,9 @@ class Images:
 class Megakernel:
     """`config`, `images` and `state` are one rank's; `rows` sequences of one token each, 1 to 8.
 
-    `taps` hands on every op's output (`tap`), `delay_seed` makes every warp sleep at random, `trace` records times,
-    `limit_s` bounds the launch: no wait goes on beyond it. Raises ScheduleError for a schedule that is not proved.
+    `taps` hands on every op's output (`tap`), `trace` records times, `limit_s` bounds the launch: no wait goes on
+    beyond it. With `delay` every warp sleeps at random before every row, in the launches that follow by the attribute
+    `delay_seed`. Raises ScheduleError for a schedule that is not proved.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Megakernel:
         sms: int | None = None,
         in_flight: int = 0,
         taps: bool = False,
-        delay_seed: int = 0,
+        delay: bool = False,
         trace: bool = False,
         limit_s: float = 2.0,
         schedule: Schedule | None = None,
@@ -95,8 +94,8 @@ class Megakernel:
         if schedule is None:
             slots, pages = _pool_sizes(state)
             schedule = make_schedule(record_local_step(config, images.weights, rows, slots, pages), config, sms)
-        validate(schedule)
-        schedule.shape = replace(schedule.shape, delay_seed=delay_seed, trace=trace)
+        prove(schedule)
+        schedule.shape = replace(schedule.shape, delay=delay, trace=trace)
         self.schedule = schedule
         self.logits = torch.zeros(rows, images.weights.lm_head.shape[0], dtype=config.dtype, device=device)
         self.next_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -112,10 +111,8 @@ class Megakernel:
         self._in_flight = in_flight or DEFAULT_IN_FLIGHT
         self._poll_ns = POLL_NS
         self._limit_ns = int(limit_s * 1e9)
-        self._launch = compiled(schedule.shape)
-        cutlass = importlib.import_module("cutlass")
-        self._int32, self._int64 = cutlass.Int32, cutlass.Int64
-        self._stream = importlib.import_module("cuda.bindings.driver").CUstream
+        self.delay_seed = 0
+        self._launch = on_device(schedule.shape, self.words.device)
 
     def step(self, tokens: Tensor, batch: Batch) -> StepOutput:
         """Runs one token of each row; `state` is updated in place. Raises ValueError for inputs of a wrong form."""
@@ -135,7 +132,7 @@ class Megakernel:
         return StepOutput(self.next_tokens, self.logits)
 
     def _launch_rows(self, tokens: Tensor, batch: Batch, first: int, end: int) -> None:
-        pointers = (
+        tensors = (
             self.fields, self.work, self.words, self.control, tokens, batch.slots, batch.is_new, batch.seq_lens,
             batch.page_table, self.next_tokens, self.next_values, self.times,
         )  # fmt: skip
@@ -148,13 +145,10 @@ class Megakernel:
             batch.first_valid_slot,
             min(self._in_flight, self.schedule.shape.slots),
             self._poll_ns,
+            self.delay_seed,
         )
-        self._launch(
-            *(self._int64(tensor.data_ptr()) for tensor in pointers),
-            *(self._int32(number) for number in numbers),
-            self._int64(self._limit_ns),
-            self._stream(torch.cuda.current_stream(self.words.device).cuda_stream),
-        )
+        stream = torch.cuda.current_stream(self.words.device).cuda_stream
+        self._launch(tuple(tensor.data_ptr() for tensor in tensors), numbers, self._limit_ns, stream)
 
     def check(self) -> None:
         """Waits for the device; raises MegakernelError if a launch gave up, and makes the instance usable again."""
@@ -246,18 +240,3 @@ def _pool_sizes(state: State) -> tuple[int, int]:
     slots = next((l.recurrent.shape[0] for l in state.layers if hasattr(l, "recurrent")), 1)
     page = next((l.latent_cache.shape[1] for l in state.layers if hasattr(l, "latent_cache")), 1)
     return slots, page
-
-
-@functools.cache
-def compiled(shape):
-    """The kernel of `shape`; compiled once a process. Raises ImportError naming the package that is missing."""
-    try:
-        cute = importlib.import_module("cutlass.cute")
-    except ImportError as error:
-        raise ImportError(f"the megakernel needs the package nvidia-cutlass-dsl: {error}") from error
-    cutlass = importlib.import_module("cutlass")
-    cuda = importlib.import_module("cuda.bindings.driver")
-    kernel = importlib.import_module("cute_megakernel.kernel")
-    addresses = [cutlass.Int64(0)] * len(kernel.ARGUMENTS)
-    numbers = [cutlass.Int32(0)] * len(kernel.NUMBERS)
-    return cute.compile(kernel.launcher(shape), *addresses, *numbers, cutlass.Int64(0), cuda.CUstream(0))

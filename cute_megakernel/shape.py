@@ -36,7 +36,7 @@ class KernelShape:
     x_bytes: int
     sms: int
     slots: int
-    delay_seed: int = 0  # > 0: every warp sleeps a pseudo-random time before each row
+    delay: bool = False  # every warp sleeps a pseudo-random time before each row
     trace: bool = False
 
     @property
