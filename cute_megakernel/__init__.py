@@ -7,7 +7,7 @@
     images.py      weights in the order in which they are streamed
     kernel.py      the kernel; `core.py`, `stream.py` and `stages/` are its parts, `ptx.py` its instructions
     build.py       compiles it and proves the schedule, once: `cache.py` keeps both; `launch.py` launches it
-    megakernel.py  one instance: memory, compiled kernel, steps, errors
+    megakernel.py  one instance: memory, kernel, steps, errors; `alone.py` makes one op a launch of its own
 
 All but the parts of the kernel imports without the DSL and without a GPU.
 """
