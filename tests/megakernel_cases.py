@@ -43,10 +43,10 @@ class Model:
 
 
 @functools.cache
-def mini(family: str) -> Model:
+def mini(family: str, device: str = CUDA) -> Model:
     with tempfile.TemporaryDirectory() as root:
         config = make_mini(Path(root) / family, family, seed=3)
-        weights = load_weights(Path(root) / family, config, device=CUDA, progress=False)
+        weights = load_weights(Path(root) / family, config, device=device, progress=False)
     return Model(config, weights, Images(weights), {})
 
 
