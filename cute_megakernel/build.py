@@ -5,6 +5,7 @@ from the cache where they were made before.
     prove(schedule)                                         ScheduleError, or nothing
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -56,10 +57,10 @@ def kernel_key(shape: KernelShape, arch: str) -> str:
 
 
 def _version() -> str:
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError(f"the megakernel needs the package {PACKAGE}") from error
+    for name in (PACKAGE, f"{PACKAGE}-libs-base"):  # the second holds the compiler
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    raise ImportError(f"the megakernel needs the package {PACKAGE}")
 
 
 def compile_kernel(shape: KernelShape, arch: str):
