@@ -5,19 +5,18 @@
 
 Rows keep their units, places and order. A row whose input was in shared memory gets a load in front, so that the input
 can be given. What else a row finds there, or in words that are no activations, is made by the rows that make it in the
-step: the list of experts, a head of a KDA block, the parts of mla_decode, the scores of bank rows. Those rows run too,
-on given inputs; where ops share a row, they run together.
+step: the list of experts, the parts of mla_decode, the scores of bank rows. Those rows run too, on given inputs; where
+ops share a row, as those of a KDA head do, they run together.
 """
 
 from dataclasses import replace
 
-from cute_megakernel.lowering import load
+from cute_megakernel.lowering import load, second_x
 from cute_megakernel.recording import Buffer
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
-from cute_megakernel.validate_local import NEEDS
 
-IN_FRONT = {  # code of a row -> codes of rows of the same place that make what it finds
+IN_FRONT = {  # code of a row -> code of the rows of the same place that make what it finds
     Code.MOE_GATE_UP: Code.MOE_ROUTER,
     Code.MOE_DOWN: Code.MOE_ROUTER,
     Code.MLA_DECODE: Code.MLA_KV_APPEND,
@@ -34,17 +33,11 @@ def alone(schedule: Schedule, index: int) -> Schedule:
         if number not in numbers:
             numbers.add(number)
             todo += in_front(schedule.rows, number)
-    own = {id(schedule.rows[number]): number for number in sorted(numbers)}
-    rows = load([schedule.rows[number] for number in own.values()])
-    work: list[list[tuple[int, int]]] = [[] for _ in schedule.work]
-    for row, behind in zip(rows, [*rows[1:], rows[-1]], strict=True):
-        number = own.get(id(row))
-        for shares, whole in zip(work, schedule.work, strict=True):
-            if number is None:  # a load: on all SMs, or on those that have a head
-                first, end = whole[own[id(behind)]]
-                shares.append((0, int(first < end or not row.item_units)))
-            else:
-                shares.append(whole[number])
+    shape = schedule.shape
+    picked = [replace(schedule.rows[number]) for number in sorted(numbers)]
+    own = dict(zip(map(id, picked), sorted(numbers), strict=True))
+    rows = load(picked, shape.x_bytes - second_x(shape.rows, shape.hidden_size))
+    work = [[shares[own[id(row)]] if id(row) in own else (0, 1) for row in rows] for shares in schedule.work]
     return replace(schedule, rows=rows, work=work)
 
 
@@ -63,17 +56,8 @@ def in_front(rows: list[Row], number: int) -> list[int]:
     row = rows[number]
     if row.code == Code.MIX:
         return [n for n in range(number) if row.args.get("mix") in rows[n].args.get("mixes", ())]
-    near = [n for n in range(number) if rows[n].place == row.place]
-    if row.code in NEEDS:
-        needs = set(NEEDS[row.code][0])
-        return [n for n in near if rows[n].args.get("first") == row.args["first"] and needs & set(_leaves(rows[n]))]
     wanted = Code.MLA_COMBINE if row.args.get("x_local") else IN_FRONT.get(row.code)
-    return [n for n in near if rows[n].code == wanted]
-
-
-def _leaves(row: Row) -> tuple[str, ...]:
-    """What a row of a KDA block leaves of its head."""
-    return NEEDS[row.code][1] if row.code in NEEDS else (str(row.args.get("local")),)
+    return [n for n in range(number) if rows[n].code == wanted and rows[n].place == row.place]
 
 
 def inputs_of(part: Schedule) -> list[Buffer]:

@@ -38,8 +38,9 @@ class CallChecker:
         calls, checks = [], {"batch rows": row.rows == (0, self.recording.rows)}
         prefix = args.get("src")
         if "dst" in args:
-            calls, checks = self._sum(row, checks)
-            prefix = _whole(args["dst"])
+            call = self.producer[args["dst"].index]
+            calls, prefix = [call], _whole(args["dst"])
+            checks |= {"embedding": args["embed"] == call.args["weight"], "no source": "src" not in args}
         if "norm" in args:
             call = self.producer[args["h"].index]
             score = call.op == "attn_res_norm"
@@ -59,19 +60,17 @@ class CallChecker:
             calls.append(call)
         return Carried(calls, **checks)
 
-    def _sum(self, row: Row, checks: dict) -> tuple[list[Call], dict]:
-        """The embedding, or one or two sums, behind `dst`."""
-        args = row.args
-        call = self.producer[args["dst"].index]
-        if call.op == "embedding":
-            return [call], checks | {"embedding": args["embed"] == call.args["weight"], "no source": "src" not in args}
-        calls, deltas = [call], [call.args["delta"]]
-        if "delta2" in args:
-            inner = self.producer[call.args["delta"].buffer.index]
-            calls, deltas = [inner, call], [inner.args["x"], inner.args["delta"]]
-        got = [args[name] for name in ("delta1", "delta2") if name in args]
-        fine = call.op == "residual_add" and got == deltas and all(view.start == 0 for view in got)
-        return calls, checks | {"source": args["src"] == call.args["x"], "sum": fine}
+    def _sums(self, row: Row, base: Call) -> tuple[list[Call], dict[str, bool]]:
+        """One or two sums behind what `base` makes, each with its other operand."""
+        args, calls = row.args, [base]
+        fine = base.outputs[0] == args["tap"]
+        for other, out in (("add1", args.get("inner", args["dst"])), ("add2", args["dst"])):
+            if other in args:
+                call = self.producer[out.index]
+                operands = {call.args["x"], call.args["delta"]} if call.op == "residual_add" else set()
+                fine = fine and operands == {_whole(calls[-1].outputs[0]), args[other]} and args[other].start == 0
+                calls.append(call)
+        return calls, {"sums": fine and ("add2" in args) == ("inner" in args)}
 
     def bank_scores(self, row: Row) -> Carried:
         args = row.args
@@ -93,25 +92,26 @@ class CallChecker:
         x, weight, image = LINEAR_ARGS[base.op]
         calls, epilogue = [base], Epilogue.FLOAT if base.op == "router_logits" else Epilogue.ACT
         checks = {"weight": args["weight"] == base.args[weight]}
-        if "tap" in args:
+        if "add1" in args:
+            calls, more = self._sums(row, base)
+            checks |= more
+        elif "tap" in args:
             calls, epilogue, image, more = self._behind(row, base, image)
             checks |= more
-        if args["epilogue"] in (Epilogue.LOCAL, Epilogue.LOGITS):
-            epilogue = args["epilogue"]
+        if args["epilogue"] == Epilogue.LOGITS:
+            epilogue = Epilogue.LOGITS
         *_, n, c = args["weight"].shape
         inputs, outputs = (n, c) if base.op == "mla_absorb_query" else (c, n)
         heads = args["weight"].shape[0] if len(args["weight"].shape) == 3 else 1
-        start = args.get("x_off", 0) // 2
-        view = View(row.x.buffer, row.x.start + start, base.args[x].width)
         per_head = heads > 1 or len(args["weight"].shape) == 3
         checks |= {
-            "input": view == base.args[x] and start + view.width <= row.x.width,
+            "input": row.x == base.args[x],
             "image": args["image"] == image,
             "epilogue": args["epilogue"] == epilogue,
             "outputs": args["n_valid"] == heads * outputs and args["batch_tiles"] == tiles(outputs),
-            "tiles": args["total"] == heads * tiles(outputs) and (row.item_units > 0 or row.units == args["total"]),
+            "tiles": args["total"] == heads * tiles(outputs) == row.units,
             "inputs": args["kb"] == blocks(inputs, BF16_BLOCK),
-            "bytes": row.unit_bytes == args["kb"] * 512 * (row.item_units or 1),
+            "bytes": row.unit_bytes == args["kb"] * 512,
         }
         if per_head and not args.get("x_local"):
             checks["head"] = args["x_batch"] == 2 * (base.args[x].width // heads)
@@ -150,46 +150,55 @@ class CallChecker:
         )
 
     def moe_down(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        reads = row.reads[1:] == [call.args["topk_ids"], call.args["topk_weights"]]
+        call = self.producer[row.args.get("tap", row.args["dst"]).index]
+        calls, sums = self._sums(row, call) if "add1" in row.args else ([call], {})
+        reads = row.reads[1:3] == [call.args["topk_ids"], call.args["topk_weights"]]
         picks = call.args["topk_ids"].width
         group = row.args["top_k"] == picks and row.args["group"] * picks == row.x.width
         same = _experts(row, call, "w2")
         return Carried(
-            [call],
+            calls,
             input=row.x == call.args["m"],
+            **sums,
             picks=reads,
             group=group,
             image=row.args["image"] == "experts",
             **same,
         )
 
-    def causal_conv1d(self, row: Row) -> Carried:
-        """The convolution, and what it fetches for the gate and the norm of the same heads."""
-        args, call = row.args, self.producer[row.args["dst"].index]
-        behind = self.recording.calls[call.index :]
-        gate = next(c for c in behind if c.op.startswith("kda_gate"))
-        norm = next(c for c in behind if c.op == "gated_rms_norm")
+    def kda_head(self, row: Row) -> Carried:
+        """All calls of a block, each with what the one before it makes."""
+        args = row.args
+        names = ("tap_raw_decay", "tap_z", "tap_log_decay", "tap_o", "dst")
+        f_b, conv, gate, recurrent, norm = (self.producer[args[name].index] for name in names)
+        calls = [f_b, conv, gate, recurrent, norm]
+        z, parts = conv.outputs[0], [recurrent.args[name] for name in "qkv"]
+        g_b = self.producer[args["tap_out_gate"].index] if args["tap_out_gate"] is not None else None
+        out_gate = args["gate"] if g_b is None else _whole(g_b.outputs[0])
+        if g_b is not None:
+            calls.append(g_b)
+        heads = args["pool"].shape[1]
+        rank = sum(c.args["weight"].shape[1] for c in (f_b, g_b) if c is not None)
         return Carried(
-            [call],
-            source=args["src"] == call.args["x"],
-            weight=args["weight"] == call.args["weight"],
-            pool=args["pool"] == call.args["conv_window"],
-            gate=all(args[name] == gate.args[name] for name in ("raw_beta", "A_log", "dt_bias")),
-            norm=args["norm"] == norm.args["weight"] and args["gate"] in (None, norm.args["out_gate"]),
+            calls,
+            f_b=f_b.op == "linear" and (args["f_a"], args["f_b"]) == (f_b.args["x"], f_b.args["weight"]),
+            g_b=g_b is None or (args["gate"], args["g_b"]) == (g_b.args["x"], g_b.args["weight"]),
+            conv=(args["src"], args["conv"], args["window"])
+            == tuple(conv.args[name] for name in ("x", "weight", "conv_window")),
+            gate=gate.args["raw_decay"] == _whole(f_b.outputs[0])
+            and args["beta"] == gate.args["raw_beta"]
+            and all(args[name] == gate.args[name] for name in ("A_log", "dt_bias")),
+            bound=args["bound"] == gate.args.get("lower_bound", 0.0),
+            decay=(args["tap_log_decay"], args["tap_beta"]) == gate.outputs
+            and [recurrent.args[name] for name in ("log_decay", "beta")] == [_whole(b) for b in gate.outputs],
+            state=args["pool"] == recurrent.args["state"]
+            and parts == [View(z, i * (z.width // 3), z.width // 3) for i in range(3)],
+            norm=norm.args["o"] == _whole(recurrent.outputs[0])
+            and norm.args["out_gate"] == out_gate
+            and (args["norm"], args["eps"]) == (norm.args["weight"], norm.args["eps"]),
+            reads=row.reads == [args[name] for name in ("src", "f_a", "gate", "beta")],
+            bytes=row.unit_bytes == 2 * (z.width // 3 // heads) * (2 * (z.width // 3 // heads) + rank),
         )
-
-    def kda_gate(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        return Carried([call], bound=row.args["bound"] == call.args.get("lower_bound", 0.0))
-
-    def kda_recurrent(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        return Carried([call], pool=row.args["pool"] == call.args["state"])
-
-    def gated_rms_norm(self, row: Row) -> Carried:
-        call = self.producer[row.args["dst"].index]
-        return Carried([call], eps=row.args["eps"] == call.args["eps"])
 
     def mla_kv_append(self, row: Row) -> Carried:
         args = row.args

@@ -10,10 +10,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, SLOT_BYTES, KernelShape, SharedLayout
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, PAIRS, SLOT_BYTES, KernelShape, SharedLayout
 from cute_megakernel.table import FIELD
 
-POLLS_BETWEEN_LOOKS = 256  # polls of a word before the clock and the error word are read
+POLLS_BETWEEN_LOOKS = 256  # polls of a word before the clock and the error word are read; a power of two
 BARRIER_ROW = 0x3FFFF  # reported in place of a row by a wait inside one SM
 NONE_OWN = 1 << 28  # first own filling of a warp without a slot
 LOG2E = 1.4426950408889634
@@ -116,7 +116,7 @@ def poll_word(sm: Sm, row: Int32, index: Int32, tag: Int32) -> Int32:
     while seen != tag:
         payload, seen = ptx.ld_word(address)
         polls += 1
-        if polls % POLLS_BETWEEN_LOOKS == 0:
+        if (polls & (POLLS_BETWEEN_LOOKS - 1)) == 0:
             if give_up(sm, row) != 0:
                 seen = tag
     return payload
@@ -131,7 +131,7 @@ def poll_pair(sm: Sm, row: Int32, index: Int32, tag: Int32):
     while (tag1 != tag) | (tag2 != tag):
         first, tag1, second, tag2 = ptx.ld_word_pair(address)
         polls += 1
-        if polls % POLLS_BETWEEN_LOOKS == 0:
+        if (polls & (POLLS_BETWEEN_LOOKS - 1)) == 0:
             if give_up(sm, row) != 0:
                 tag1 = tag
                 tag2 = tag
@@ -160,7 +160,29 @@ def poll_quads(sm: Sm, row: Int32, start: Int32, count: Int32, quads: cutlass.Co
         if ready == 0:
             ptx.sleep_ns(sm.batch["poll_ns"])
         polls += 1
-        if polls % POLLS_BETWEEN_LOOKS == 0:
+        if (polls & (POLLS_BETWEEN_LOOKS - 1)) == 0:
+            if give_up(sm, row) != 0:
+                ready = Int32(1)
+
+
+@cute.jit
+def poll_columns(sm: Sm, row: Int32, start: Int32, span: Int32, quads: cutlass.Constexpr, into: cute.Tensor):
+    """Columns 4(t + j * span) ... of one activation row for each j below `quads`, as bfloat16 pairs, for thread t."""
+    ready, polls = Int32(0), Int32(0)
+    address = word_address(sm, start + 2 * sm.thread)
+    step = Int64(span) * 16
+    while ready == 0:
+        wrong = Int32(0)
+        tags = cute.make_rmem_tensor(2 * quads, Int32)
+        for j in cutlass.range_constexpr(quads):
+            into[2 * j], tags[2 * j], into[2 * j + 1], tags[2 * j + 1] = ptx.ld_word_pair(address + j * step)
+        for j in cutlass.range_constexpr(2 * quads):
+            wrong = wrong | (tags[j] ^ sm.tag)
+        ready = ptx.select(wrong == 0, Int32(1), Int32(0))
+        if ready == 0:
+            ptx.sleep_ns(sm.batch["poll_ns"])
+        polls += 1
+        if (polls & (POLLS_BETWEEN_LOOKS - 1)) == 0:
             if give_up(sm, row) != 0:
                 ready = Int32(1)
 
@@ -171,7 +193,12 @@ def poll_quads(sm: Sm, row: Int32, start: Int32, count: Int32, quads: cutlass.Co
 
 
 def slot_index(sm: Sm, pos: Int32) -> Int32:
-    return pos % sm.shape.slots
+    return pos & (PAIRS - 1) if sm.shape.slots == PAIRS else pos % sm.shape.slots
+
+
+def round_of(sm: Sm, pos: Int32) -> Int32:
+    """How often the ring went round before."""
+    return pos >> PAIRS.bit_length() - 1 if sm.shape.slots == PAIRS else pos // sm.shape.slots
 
 
 def ring_slot(sm: Sm, pos: Int32) -> Int32:
@@ -179,18 +206,55 @@ def ring_slot(sm: Sm, pos: Int32) -> Int32:
 
 
 def wait_full(sm: Sm, pos: Int32):
-    wait_barrier(sm, region(sm, "full") + slot_index(sm, pos) * 8, (pos // sm.shape.slots) & 1)
+    wait_barrier(sm, region(sm, "full") + slot_index(sm, pos) * 8, round_of(sm, pos) & 1)
 
 
 def wait_empty(sm: Sm, pos: Int32):
-    wait_barrier(sm, region(sm, "empty") + slot_index(sm, pos) * 8, ((pos // sm.shape.slots) & 1) ^ 1)
+    wait_barrier(sm, region(sm, "empty") + slot_index(sm, pos) * 8, (round_of(sm, pos) & 1) ^ 1)
+
+
+def warp_slot(sm: Sm) -> Int32:
+    return sm.warp >> 1
+
+
+def own_slot(sm: Sm) -> Int32:
+    """Address of the slot that belongs to this warp and its neighbour."""
+    return region(sm, "ring") + warp_slot(sm) * SLOT_BYTES
+
+
+def first_piece(sm: Sm, pos: Int32) -> Int32:
+    """The first piece of a row that is in this warp's slot, two pieces a slot; so is every `2 * slots`-th behind it."""
+    return 2 * first_own(sm, pos) + (sm.warp & 1)
+
+
+def first_phase(sm: Sm, pos: Int32) -> Int32:
+    """Parity of the slot's filling that holds the first piece; the next one has the other."""
+    return round_of(sm, pos + first_own(sm, pos)) & 1
+
+
+def wait_own(sm: Sm, phase: Int32):
+    wait_barrier(sm, region(sm, "full") + warp_slot(sm) * 8, phase)
+
+
+def release_own(sm: Sm):
+    """This warp has read all it wants of its slot."""
+    ptx.mbarrier_arrive_lane0(region(sm, "empty") + warp_slot(sm) * 8, sm.lane)
+
+
+@cute.jit
+def pass_by(sm: Sm, phase: Int32, piece: Int32, slots: Int32):
+    """Gives back what is left of the row's slots: the last one may have no piece for this warp."""
+    while piece < 2 * slots:
+        wait_own(sm, phase)
+        release_own(sm)
+        piece, phase = piece + 2 * sm.shape.slots, phase ^ 1
 
 
 def first_own(sm: Sm, pos: Int32) -> Int32:
     """The first filling from `pos` on that belongs to this warp, counted from there; every `slots`-th after it does."""
-    own = (sm.warp >> 1) - slot_index(sm, pos)
+    own = warp_slot(sm) - slot_index(sm, pos)
     own = ptx.select(own < 0, own + sm.shape.slots, own)
-    return ptx.select((sm.warp >> 1) < sm.shape.slots, own, Int32(NONE_OWN))
+    return own if sm.shape.slots == PAIRS else ptx.select(warp_slot(sm) < sm.shape.slots, own, Int32(NONE_OWN))
 
 
 @cute.jit
@@ -200,7 +264,7 @@ def wait_barrier(sm: Sm, address: Int32, parity: Int32):
     while done == 0:
         done = ptx.mbarrier_try_wait(address, parity)
         polls += 1
-        if polls % POLLS_BETWEEN_LOOKS == 0:
+        if (polls & (POLLS_BETWEEN_LOOKS - 1)) == 0:
             if give_up(sm, Int32(BARRIER_ROW)) != 0:
                 done = Int32(1)
 
@@ -208,15 +272,6 @@ def wait_barrier(sm: Sm, address: Int32, parity: Int32):
 def release(sm: Sm, pos: Int32):
     """This warp has read all it wants of the slot."""
     ptx.mbarrier_arrive_lane0(region(sm, "empty") + slot_index(sm, pos) * 8, sm.lane)
-
-
-@cute.jit
-def pass_by(sm: Sm, pos: Int32, own: Int32, slots: Int32):
-    """Releases own slots from `own` on in which this warp has no piece."""
-    while own < slots:
-        wait_full(sm, pos + own)
-        release(sm, pos + own)
-        own += sm.shape.slots
 
 
 # Reductions

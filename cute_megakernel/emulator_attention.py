@@ -10,6 +10,7 @@ from cute_megakernel.footprint import (
     combined_heads,
     conv_channels,
     decode_units,
+    gate_start,
     grid,
     item_of,
     split,
@@ -23,66 +24,38 @@ from cute_megakernel.table_view import Fields
 Tensor = torch.Tensor
 
 
-def _take(launch: Launch, sm: Sm, number: int, row: Row, part: Part, *names: str) -> list[Tensor]:
-    """What the rows before left of this item."""
-    item = (row.place, *item_of(launch.shape, part.first))
-    for name in names:
-        if name not in sm.items or sm.items[name][0] != item:
-            raise EmulationError(f"{label(number, row)}: SM {sm.block} does not hold {name} of item {item[1:]}")
-    return [sm.items.pop(name)[1] for name in names]
+def _kda_head(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
+    shape, ops = launch.shape, launch.ops
+    r, head = item_of(shape, part.first)
+    K, one = shape.kda_head_dim, slice(head, head + 1)
+    batch, at = launch.batch, r * f["src_pitch"]
+    where = batch.slots[r : r + 1], batch.is_new[r : r + 1], batch.first_valid_slot
 
+    def words(start: int) -> Tensor:
+        return launch.load(at + start + np.arange(K // 2))[None]
 
-def _where(launch: Launch, r: int) -> tuple[Tensor, Tensor, int]:
-    batch = launch.batch
-    return batch.slots[r : r + 1], batch.is_new[r : r + 1], batch.first_valid_slot
+    def projected(x: Tensor, name: str) -> Tensor:
+        return ops.linear(x, launch.weight(f.subject(name))[head * K : head * K + K])
 
-
-def _causal_conv1d(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
-    r, head = item_of(launch.shape, part.first)
-    channels = torch.from_numpy(conv_channels(launch.shape, head))
-    x = launch.load(f["src"] + r * f["src_pitch"] + channels.numpy()[::2] // 2)[None]
-    pool = launch.pool(f)
+    channels = torch.from_numpy(conv_channels(shape, head))
+    x = launch.load(at + f["src"] + channels.numpy()[::2] // 2)[None]
+    pool = launch.pool(f, "window")
     window = pool[:, :, channels]
-    z = launch.ops.causal_conv1d(x, launch.weight(f.subject("weight"))[channels], window, *_where(launch, r))
+    z = ops.causal_conv1d(x, launch.weight(f.subject("weight"))[channels], window, *where)
     pool[:, :, channels] = window
-    beta = launch.load(np.array([f["beta"] + r * f["beta_pitch"] + head // 2]))[head % 2]
-    a_log, dt_bias = (launch.weight(f.subject(name))[head : head + 1] for name in ("A_log", "weight2"))
-    left = dict(zip("qkv", (part_of[:, None] for part_of in z.chunk(3, dim=-1)), strict=True))
-    left |= {
-        "raw_beta": beta.reshape(1, 1),
-        "A_log": a_log,
-        "dt_bias": dt_bias,
-        "norm": launch.weight(f.subject("norm")),
-    }
-    if f["gate"] >= 0:
-        K = launch.shape.kda_head_dim
-        left["gate"] = launch.rows(f["gate"] + head * K // 2, range(r, r + 1), f["gate_pitch"], K)
-    for name, value in left.items():
-        sm.items[name] = ((row.place, r, head), value)
-
-
-def _kda_gate(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
-    r, head = item_of(launch.shape, part.first)
-    decay, beta, a_log, dt = _take(launch, sm, number, row, part, "decay", "raw_beta", "A_log", "dt_bias")
+    decay, gate = projected(words(f["f_a"]), "f_b"), words(gate_start(shape, f, head))
+    if shape.low_rank_gate:
+        gate = projected(gate, "g_b")
+    beta = launch.load(np.array([at + f["beta"] + head // 2]))[head % 2].reshape(1, 1)
+    inputs = decay[:, None], beta, *(launch.weight(f.subject(name))[one] for name in ("A_log", "weight2"))
     if row.args["bound"]:
-        log_decay, beta = launch.ops.kda_gate_bounded(decay[:, None], beta, a_log, dt, row.args["bound"])
+        log_decay, beta = ops.kda_gate_bounded(*inputs, row.args["bound"])
     else:
-        log_decay, beta = launch.ops.kda_gate_softplus(decay[:, None], beta, a_log, dt)
-    for name, value in (("log_decay", log_decay), ("beta", beta)):
-        sm.items[name] = ((row.place, r, head), value)
-
-
-def _kda_recurrent(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
-    r, head = item_of(launch.shape, part.first)
-    inputs = _take(launch, sm, number, row, part, "q", "k", "v", "log_decay", "beta")
-    o = launch.ops.kda_recurrent(*inputs, launch.pool(f)[:, head : head + 1], *_where(launch, r))
-    sm.items["o"] = ((row.place, r, head), o)
-
-
-def _gated_rms_norm(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
-    o, gate, norm = _take(launch, sm, number, row, part, "o", "gate", "norm")
-    y = launch.ops.gated_rms_norm(o, gate[:, None], norm, row.args["eps"])
-    launch.store(label(number, row), writes(launch.shape, f, row.code, part), y)
+        log_decay, beta = ops.kda_gate_softplus(*inputs)
+    q, k, v = (of_head[:, None] for of_head in z.chunk(3, dim=-1))
+    o = ops.kda_recurrent(q, k, v, log_decay, beta, launch.pool(f)[:, one], *where)
+    y = ops.gated_rms_norm(o, gate[:, None], launch.weight(f.subject("norm")), row.args["eps"])
+    launch.store(label(number, row), writes(shape, f, row.code, part), y)
 
 
 # MLA
@@ -101,7 +74,7 @@ def _mla_kv_append(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, par
 def _mla_decode(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     """Parts of the softmax in float64; what the words hold of them is rounded."""
     shape, batch, cache = launch.shape, launch.batch, launch.pool(f)
-    sm.x = sm.x_key = None
+    sm.x.clear()
     L, P, nope = shape.kv_lora_rank, shape.qk_rope_dim, shape.qk_nope_dim
     for which, r, heads in decode_units(shape, f, part):
         length = int(batch.seq_lens[r])
@@ -135,14 +108,11 @@ def _mla_combine(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part:
                 total = (weight * torch.stack([total for _, _, total, _ in parts])).sum()
                 sums = (weight[:, None] * torch.stack([sums for _, _, _, sums in parts])).sum(0)
                 o[r - rows.start, head - heads.start] = sums / total
-    sm.x, sm.x_key = o.to(BF16), (row.x, row.rows)
+    sm.x = {0: ((row.x, row.rows), o.to(BF16))}
 
 
 HANDLERS = {
-    Code.CAUSAL_CONV1D: _causal_conv1d,
-    Code.KDA_GATE: _kda_gate,
-    Code.KDA_RECURRENT: _kda_recurrent,
-    Code.GATED_RMS_NORM: _gated_rms_norm,
+    Code.KDA_HEAD: _kda_head,
     Code.MLA_KV_APPEND: _mla_kv_append,
     Code.MLA_DECODE: _mla_decode,
     Code.MLA_COMBINE: _mla_combine,

@@ -32,9 +32,7 @@ class Sm:
 
     block: int
     row: int = 0
-    x: Tensor | None = None
-    x_key: tuple | None = None
-    items: dict[str, tuple[tuple, Tensor]] = field(default_factory=dict)
+    x: dict[int, tuple[tuple, Tensor]] = field(default_factory=dict)  # area -> what it is, and its values
     ids: tuple[int, Tensor, Tensor] | None = None  # number of the router, picks, weights
 
 
@@ -77,8 +75,8 @@ class Launch:
             tensor = tensor[:, first : first + weight.shape[1]]
         return tensor
 
-    def pool(self, f: Fields) -> Tensor:
-        pool = f.subject("pool")
+    def pool(self, f: Fields, name: str = "pool") -> Tensor:
+        pool = f.subject(name)
         return getattr(self.state.layers[pool.layer], pool.field)
 
     def load(self, words: Words, dtype: torch.dtype = BF16) -> Tensor:
@@ -108,6 +106,7 @@ class Launch:
 
 def take_x(launch: Launch, sm: Sm, number: int, row: Row) -> Tensor:
     """x, if it is what the row works on."""
-    if sm.x is None or sm.x_key != (row.x, row.rows):
+    key, x = sm.x.get(row.x_side, (None, None))
+    if x is None or key != (row.x, row.rows):
         raise EmulationError(f"{label(number, row)}: SM {sm.block} holds another x")
-    return sm.x
+    return x

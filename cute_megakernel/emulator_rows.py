@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from cute_megakernel import emulator_attention
 from cute_megakernel.emulator_memory import F32, EmulationError, Launch, Sm, take_x
-from cute_megakernel.footprint import Part, batch_rows, grid, item_of, writes
+from cute_megakernel.footprint import Part, batch_rows, grid, writes
 from cute_megakernel.ring import share
 from cute_megakernel.rows import Code, Epilogue, Row
 from cute_megakernel.schedule_error import label
@@ -18,36 +18,35 @@ Tensor = torch.Tensor
 
 def run_row(launch: Launch, sm: Sm, number: int, part: Part) -> None:
     row = launch.schedule.rows[number]
-    if row.units > 0 and not row.item_units and part.end > row.units:
+    if row.units > 0 and part.end > (row.first or 0) + row.units:
         raise EmulationError(f"{label(number, row)}: SM {sm.block} has unit {part.end - 1} of {row.units}")
     _HANDLERS[row.code](launch, sm, number, row, launch.view.rows[number], part)
 
 
 def _mix(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     rows, width = batch_rows(f), f["width"]
-    sm.x_key = (row.x, row.rows)
+    key = (row.x, row.rows)
     if not f["kind"]:
-        sm.x = launch.once((number,), lambda: launch.rows(f["src"], rows, f["src_pitch"], width))
+        x = launch.once((number,), lambda: launch.rows(f["src"], rows, f["src_pitch"], width))
+        sm.x = {0: (key, x)} if row.x_side == 0 else {**sm.x, 1: (key, x)}
         return
-    prefix, sm.x = launch.once((number,), lambda: _mixture(launch, number, row, f, rows, width))
+    prefix, x = launch.once((number,), lambda: _mixture(launch, number, row, f, rows, width))
+    sm.x = {**sm.x, 0: (key, x)}
     share_of = writes(launch.shape, f, row.code, part)
     columns = [2 * q for q in range(width // 2) if (q // 2) % launch.shape.sms == sm.block]
     pairs = torch.tensor([c + i for c in columns for i in range(2)], dtype=torch.long)
-    values = [t[:, pairs] for name, t in (("dst", prefix), ("h", sm.x)) if f[name] >= 0]
+    values = [t[:, pairs] for name, t in (("dst", prefix), ("h", x)) if f[name] >= 0]
     if len(share_of):
         launch.store(label(number, row), share_of, torch.cat([v.flatten() for v in values]))
 
 
 def _mixture(launch: Launch, number: int, row: Row, f: Fields, rows: range, width: int) -> tuple[Tensor, Tensor]:
-    """The prefix with its sums, and what goes on from it."""
+    """The prefix, and what goes on from it."""
     ops, args, picked = launch.ops, row.args, slice(rows.start, rows.stop)
     if f["src"] >= 0:
         prefix = launch.rows(f["src"], rows, f["src_pitch"], width)
     else:
         prefix = ops.embedding(launch.tokens[picked], launch.weight(f.subject("weight")))
-    deltas = [launch.rows(f[d], rows, f["dst_pitch"], width) for d in ("delta1", "delta2") if f[d] >= 0]
-    if deltas:
-        prefix = ops.residual_add(prefix, ops.residual_add(*deltas) if len(deltas) == 2 else deltas[0])
     if not f["norm"]:
         return prefix, prefix
     norm = launch.weight(f.subject("norm"))
@@ -75,9 +74,6 @@ def _bank_scores(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part:
 
 def _linear(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     x, kind, where = take_x(launch, sm, number, row), Epilogue(f["epilogue"]), label(number, row)
-    if kind == Epilogue.LOCAL:
-        _local_linear(launch, sm, row, f, part, x)
-        return
     if f["local"]:
         y = launch.ops.mla_expand_value(x, _heads(launch, f, part)).flatten(1)
         y = y[:, 8 * (part.first - part.first // f["batch_tiles"] * f["batch_tiles"]) :]
@@ -97,7 +93,18 @@ def _linear(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part
     elif kind == Epilogue.OUTPUT_GATE:
         gate = launch.rows(f["gate"] + 4 * part.first, batch_rows(f), f["gate_pitch"], y.shape[1])
         y = launch.ops.output_gate(y, gate)
-    launch.store(where, words, torch.stack([y] * (f["copies"] or 1)))
+    copies = [_summed(launch, f, part, y, copy) for copy in range(f["copies"])] if kind == Epilogue.ACT else None
+    launch.store(where, words, torch.stack(copies or [y] * f["copies"]))
+
+
+def _summed(launch: Launch, f: Fields, part: Part, y: Tensor, copy: int) -> Tensor:
+    """One copy of a projection's outputs with the sums behind it."""
+    at = 4 * part.first + copy * f["copy_stride"]
+    for name in ("add1", "add2"):
+        if f[name] >= 0:
+            other = launch.rows(f[name] + at, batch_rows(f), f["dst_pitch"], y.shape[1])
+            y = launch.ops.residual_add(y, other)
+    return y
 
 
 def _heads(launch: Launch, f: Fields, part: Part) -> Tensor:
@@ -121,14 +128,6 @@ def _activated(launch: Launch, row: Row, gate_up: Tensor) -> Tensor:
     if row.args["epilogue"] == Epilogue.SITU:
         return launch.ops.situ(gate_up, row.args["p0"], row.args["p1"])
     return launch.ops.swiglu(gate_up)
-
-
-def _local_linear(launch: Launch, sm: Sm, row: Row, f: Fields, part: Part, x: Tensor) -> None:
-    r, head = item_of(launch.shape, part.first // row.item_units)
-    weight, start = launch.weight(f.subject("weight")), f["x_off"] // 2
-    tiles = slice(8 * (part.first % f["total"]), 8 * (part.first % f["total"] + part.end - part.first))
-    y = launch.ops.linear(x[r : r + 1, start : start + weight.shape[1]], weight[tiles])
-    sm.items[row.args["local"]] = ((row.place, r, head), y)
 
 
 # experts
@@ -175,7 +174,9 @@ def _moe_down(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Pa
     op = launch.ops.moe_down_mxfp4 if len(weights) == 2 else launch.ops.moe_down
     y = launch.once((number,), lambda: op(x.unflatten(-1, (ids.shape[1], -1)), ids, picked, *weights))
     y = F.pad(y, (0, 8 * f["total"] - y.shape[1]))[:, 8 * part.first : 8 * part.end]
-    launch.store(label(number, row), writes(launch.shape, f, row.code, part), y)
+    launch.store(label(number, row), writes(launch.shape, f, row.code, part), _summed(launch, f, part, y, 0))
+    if f["local"]:  # the list of experts is given back
+        sm.ids = None
 
 
 def _argmax(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 
 import torch
 
-from cute_megakernel.lowering import pitch_bytes, x_pitch
+from cute_megakernel.images import pair_rows
+from cute_megakernel.lowering import pitch_bytes, second_x, x_pitch
 from cute_megakernel.recording import Buffer, Pool, View
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
-from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, Pieces
+from cute_megakernel.shape import CONSUMERS, FIELD_WORDS, MAX_BANK, SLOT_BYTES, Pieces, mix_quads
 from cute_megakernel.table import ABSENT, FIELD, WIDE
 
 Address = Callable[[str, object], int]  # (what, subject) -> device address
@@ -38,11 +39,12 @@ class Encoder:
     def words(self, row: Row) -> list[int]:
         """The words of one row; rows are encoded in their order."""
         values = {"code": int(row.code), "r0": row.rows[0], "r1": row.rows[1], "copies": 1}
-        values |= {name: ABSENT for name in ("src", "dst", "h", "delta1", "delta2", "rope")}
+        values |= {name: ABSENT for name in ("src", "dst", "h", "add1", "add2", "rope")}
         if row.x is not None and row.code not in (Code.MLA_DECODE, Code.MOE_ROUTER):
             values["x_pitch"] = (
                 x_pitch(row) if row.code != Code.MIX or "group" not in row.args else self._picks_pitch(row)
             )
+        values["x_at"] = row.x_side * second_x(self.schedule.shape.rows, self.schedule.shape.hidden_size)
         getattr(self, "_" + row.code.name.lower())(row, values)
         words = [0] * FIELD_WORDS
         for name, value in values.items():
@@ -57,13 +59,28 @@ class Encoder:
     def _picks_pitch(self, row: Row) -> int:
         return pitch_bytes(row.args["width"] // row.args["group"] * row.args["group_pad"])
 
+    def _sum(self, row: Row, values: dict):
+        """The sums behind a projection: other operands, and where taps want what is between."""
+        args = row.args
+        if "add1" in args:
+            self._tap(values, "tap", args["tap"])
+            self._tap(values, "inner", args.get("inner"))
+        for name in ("add1", "add2"):
+            if name in args:
+                self._view(values, name, args[name], "dst_pitch")
+        other = values.get("dst_pitch")
+        self._view(values, "dst", args["dst"])
+        assert other in (None, values["dst_pitch"]), "sums of rows with different pitches"
+
     def _pieces(self, values: dict, mxfp4: bool):
         """How the row's tiles are cut among warps, and how many tiles are finished at a time."""
         shape, pieces = self.schedule.shape, Pieces.of(values["kb"], mxfp4)
-        tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows))
+        tiles = min(shape.sums // pieces.per_tile, CONSUMERS // (2 * shape.rows * values["copies"]))
         whole = tiles // pieces.tiles * pieces.tiles  # a piece never lies in two groups
         values |= {"piece": pieces.blocks, "ppt": pieces.per_tile, "tpp": pieces.tiles}
-        values |= {"group_tiles": whole, "magic": -(-(1 << 20) // pieces.per_tile)}
+        values |= {"copy": pieces.copy, "pitch": pieces.pitch, "second": pieces.second}
+        values |= {"group_tiles": whole, "group_pieces": whole * pieces.per_tile // pieces.tiles}
+        values["magic"] = -(-(1 << 20) // pieces.per_tile)
 
     def _heads_pitch(self, row: Row) -> int:
         """One batch row of the heads whose tiles one SM has at most."""
@@ -95,6 +112,7 @@ class Encoder:
         args = row.args
         width = args["width"]
         values |= {"kind": int("norm" in args or "dst" in args), "width": width}
+        values["span"] = width // 4 // mix_quads(self.schedule.shape.hidden_size)
         values["group"] = args.get("group", width)
         values["group_pad"] = args.get("group_pad", -(-width // 64) * 64)
         self._view(values, "dst", args.get("dst"))
@@ -104,11 +122,6 @@ class Encoder:
         else:
             self._view(values, "src", args["src"])
         values.setdefault("dst_pitch", values.get("src_pitch", 0))
-        for name in ("delta1", "delta2"):
-            if name in args:
-                place = self.schedule.places[args[name].buffer.index]
-                assert place.pitch == values["dst_pitch"], "sums of rows with different pitches"
-                values[name] = place.start
         if "norm" in args:
             values |= {"norm": self.address("weight", args["norm"]), "eps": float(args["eps"])}
         if "bank" in args:
@@ -133,30 +146,33 @@ class Encoder:
     def _linear(self, row: Row, values: dict):
         args = row.args
         values["weight"] = self.address(args["image"], args["weight"])
+        self._weight_rows(args, values)
         for name in ("kb", "total", "batch_tiles", "n_valid"):
             values[name] = args[name]
+        copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
+        if copies > 1:
+            n = args["n_valid"]
+            values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
         self._pieces(values, False)
-        values |= {"x_batch": args.get("x_batch", 0), "x_off": args.get("x_off", 0), "epilogue": int(args["epilogue"])}
+        values["magic"] = -(-(1 << 20) // max(values["ppt"], values["tpp"]))  # pieces to tiles, or tiles to pieces
+        values |= {"x_batch": args.get("x_batch", 0), "epilogue": int(args["epilogue"])}
         values["local"] = int(args.get("x_local", False))
         if values["local"]:
             values["x_pitch"] = self._heads_pitch(row)
-        put = self._tap if args["epilogue"].name == "LOCAL" else self._view
-        put(values, "dst", args["dst"])
+        self._sum(row, values)
         if "tap" in args:
             self._tap(values, "tap", args["tap"])
         if "gate" in args:
             self._view(values, "gate", args["gate"])
         for name in ("p0", "p1"):
             values[name] = float(args.get(name, 0.0))
-        if args["epilogue"].name == "LOCAL":
-            head_dim = self.schedule.shape.kda_head_dim
-            values["local_at"] = {"decay": 0, "gate": head_dim}[args["local"]]
         if args["epilogue"].name == "LOGITS":
             values |= {"out": self.address("logits", args["dst"]), "part": self.schedule.extras["best"].start}
-        copies = self.schedule.recording.gathered.get(args["weight"].path.split(".")[-1], 1)
-        if copies > 1:
-            n = args["n_valid"]
-            values |= {"copies": copies, "copy_stride": n if args["epilogue"].name == "FLOAT" else n // 2}
+
+    def _weight_rows(self, args: dict, values: dict):
+        """Where the rows of a bfloat16 weight are."""
+        values["row_bytes"] = self.address("row bytes", (args["image"], args["weight"]))
+        values["pair"] = pair_rows(args["weight"].shape[-2]) if args["image"].startswith("paired") else 0
 
     def _moe_router(self, row: Row, values: dict):
         args = row.args
@@ -183,35 +199,41 @@ class Encoder:
         values["weight"] = self.address(args["image"], (args["weight"], args["scale"]))
         values |= {"kb": args["kb"], "total": args["total"], "sub": self._moe}
         self._pieces(values, self.schedule.shape.mxfp4)
-        values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
-        self._view(values, "dst", args["dst"])
+        pieces, gate_up = Pieces.of(args["kb"], self.schedule.shape.mxfp4), row.code == Code.MOE_GATE_UP
+        if gate_up:  # one tile a piece at most
+            values["group_pieces"] = values["group_tiles"] * pieces.per_tile
+        if self.schedule.shape.mxfp4:
+            values["expert_stride"] = args["kb"] * args["total"] * self.schedule.shape.block_bytes
+            values["second"] = pieces.blocks * self.schedule.shape.block_bytes if gate_up else SLOT_BYTES // 2
+        else:
+            self._weight_rows(args, values)
+            values["expert_stride"] = self.address("expert bytes", (args["image"], args["weight"]))
+            if gate_up and pieces.per_tile == 1:  # one tile a piece
+                values["second"] = 8 * pieces.pitch
+        self._sum(row, values)
 
     def _pool(self, values: dict, pool: Pool):
         values |= {"pool": self.address("pool", pool), "pool_stride": self.address("pool stride", pool)}
         values["pool_count"] = self.address("pool count", pool)
 
-    def _causal_conv1d(self, row: Row, values: dict):
+    def _kda_head(self, row: Row, values: dict):
         args = row.args
         self._view(values, "src", args["src"])
-        self._tap(values, "dst", args["dst"])
-        self._view(values, "gate", args["gate"])
-        self._view(values, "beta", args["raw_beta"])
-        for name, weight in (("weight", "weight"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
+        self._view(values, "dst", args["dst"])
+        for name in ("f_a", "gate", "beta"):
+            self._view(values, name, args[name], "src_pitch")
+        for name in ("tap_z", "tap_raw_decay", "tap_out_gate", "tap_log_decay", "tap_beta", "tap_o"):
+            wanted = self.taps and args[name] is not None
+            values[name] = self.schedule.places[args[name].index].start if wanted else ABSENT
+        for name in ("f_b", "g_b"):
+            values[name] = self.address("tiles", args[name]) if args[name] is not None else 0
+        for name, weight in (("weight", "conv"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
             values[name] = self.address("weight", args[weight])
         self._pool(values, args["pool"])
-
-    def _kda_gate(self, row: Row, values: dict):
-        self._tap(values, "dst", row.args["dst"])
-        self._tap(values, "tap", row.args["beta"])
-        values["p0"] = float(row.args["bound"])
-
-    def _kda_recurrent(self, row: Row, values: dict):
-        self._pool(values, row.args["pool"])
-        self._tap(values, "dst", row.args["dst"])
-
-    def _gated_rms_norm(self, row: Row, values: dict):
-        self._view(values, "dst", row.args["dst"])
-        values["eps"] = float(row.args["eps"])
+        values |= {"p0": float(args["bound"]), "eps": float(args["eps"])}
+        window = args["window"]
+        values |= {"window": self.address("pool", window), "window_stride": self.address("pool stride", window)}
+        values["pool_count"] = min(values["pool_count"], self.address("pool count", window))
 
     def _flag(self, append: Row) -> int:
         return self.schedule.extras["flags"].start + 16 * next(

@@ -77,7 +77,6 @@ def _mix_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
     columns = range(f["width"] // 2)
     pieces = [grid(f["src"], batch_rows(f), f["src_pitch"], columns)]
     if f["kind"]:
-        pieces += [grid(f[name], batch_rows(f), f["dst_pitch"], columns) for name in ("delta1", "delta2")]
         pieces += [grid(f[f"bank{b}"], batch_rows(f), f["dst_pitch"], columns) for b in range(f["n_bank"])]
         pieces.append(grid(f["scores"], batch_rows(f), MAX_BANK, range(f["n_bank"])))
     return join(pieces)
@@ -100,15 +99,20 @@ def _scores_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
 
 
 def _linear_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
-    if f["epilogue"] != Epilogue.OUTPUT_GATE:
-        return NOTHING
-    return grid(f["gate"], batch_rows(f), f["gate_pitch"], range(4 * part.first, 4 * part.end))
+    if f["epilogue"] == Epilogue.OUTPUT_GATE:
+        return grid(f["gate"], batch_rows(f), f["gate_pitch"], range(4 * part.first, 4 * part.end))
+    return _addends(f, part, f["copies"]) if f["epilogue"] == Epilogue.ACT else NOTHING
+
+
+def _addends(f: Fields, part: Part, copies: int) -> Words:
+    """The other operands of the sums behind a projection."""
+    columns = range(4 * part.first, 4 * part.end)
+    starts = [f[name] + copy * f["copy_stride"] for name in ("add1", "add2") if f[name] >= 0 for copy in range(copies)]
+    return join([grid(start, batch_rows(f), f["dst_pitch"], columns) for start in starts])
 
 
 def _linear_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
     kind = Epilogue(f["epilogue"])
-    if kind == Epilogue.LOCAL:
-        return NOTHING
     if kind == Epilogue.LOGITS:
         return best_words(shape, f, part)
     per_tile = {Epilogue.FLOAT: 8, Epilogue.SITU: 2, Epilogue.SWIGLU: 2}.get(kind, 4)
@@ -146,22 +150,25 @@ def _down_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
     return grid(f["dst"], batch_rows(f), f["dst_pitch"], range(4 * part.first, 4 * part.end))
 
 
-def _conv_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
-    """Inputs of the convolution, and the raw beta and gate that it fetches for the rows behind it."""
-    pieces = [_head_words(shape, f, part, "gate")]
+def gate_start(shape: KernelShape, f: Fields, head: int) -> int:
+    """First word of the head's output gate, or of g_a, which all heads share."""
+    return f["gate"] + (0 if shape.low_rank_gate else head * (shape.kda_head_dim // 2))
+
+
+def _head_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
+    """Of the output of in_proj: q, k, v, f_a, the gate or g_a, and the word that beta is in."""
+    pieces, half = [], np.arange(shape.kda_head_dim // 2)
     for unit in range(part.first, part.end):
         r, head = item_of(shape, unit)
-        pieces.append(f["src"] + r * f["src_pitch"] + conv_channels(shape, head)[::2] // 2)
-        pieces.append(np.array([f["beta"] + r * f["beta_pitch"] + head // 2]))
+        words = [f["src"] + conv_channels(shape, head)[::2] // 2, f["f_a"] + half, gate_start(shape, f, head) + half]
+        pieces += [r * f["src_pitch"] + at for at in (*words, np.array([f["beta"] + head // 2]))]
     return np.unique(join(pieces))
 
 
-def _head_words(shape: KernelShape, f: Fields, part: Part, name: str) -> Words:
-    if f[name] < 0:
-        return NOTHING
+def _head_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
     half = shape.kda_head_dim // 2
     units = np.arange(part.first, part.end)[:, None]
-    start = f[name] + units // shape.kda_heads * f[f"{name}_pitch"] + units % shape.kda_heads * half
+    start = f["dst"] + units // shape.kda_heads * f["dst_pitch"] + units % shape.kda_heads * half
     return (start + np.arange(half)[None, :]).ravel()
 
 
@@ -243,7 +250,8 @@ _READS = {
     Code.BANK_SCORES: _scores_reads,
     Code.LINEAR: _linear_reads,
     Code.MOE_ROUTER: _router_reads,
-    Code.CAUSAL_CONV1D: _conv_reads,
+    Code.MOE_DOWN: lambda shape, f, part: _addends(f, part, 1),
+    Code.KDA_HEAD: _head_reads,
     Code.MLA_KV_APPEND: _append_reads,
     Code.MLA_DECODE: _decode_reads,
     Code.ARGMAX: _argmax_reads,
@@ -254,6 +262,6 @@ _WRITES = {
     Code.LINEAR: _linear_writes,
     Code.MOE_GATE_UP: _gate_up_writes,
     Code.MOE_DOWN: _down_writes,
-    Code.GATED_RMS_NORM: lambda shape, f, part: _head_words(shape, f, part, "dst"),
+    Code.KDA_HEAD: _head_writes,
     Code.MLA_KV_APPEND: _append_writes,
 }

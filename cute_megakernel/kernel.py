@@ -18,10 +18,7 @@ from cute_megakernel.rows import Code
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, THREADS, KernelShape, SharedLayout
 from cute_megakernel.stages.argmax import argmax
 from cute_megakernel.stages.bank_scores import bank_scores
-from cute_megakernel.stages.causal_conv1d import causal_conv1d
-from cute_megakernel.stages.gated_rms_norm import gated_rms_norm
-from cute_megakernel.stages.kda_gate import kda_gate
-from cute_megakernel.stages.kda_recurrent import kda_recurrent
+from cute_megakernel.stages.kda_head import kda_head
 from cute_megakernel.stages.linear import linear
 from cute_megakernel.stages.mix import mix
 from cute_megakernel.stages.mla_combine import mla_combine
@@ -170,14 +167,8 @@ def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
         pos = moe_down(sm, f, pos, first, end)
     elif code == Code.MOE_ROUTER:
         moe_router(sm, f)
-    elif code == Code.CAUSAL_CONV1D:
-        causal_conv1d(sm, f, first)
-    elif code == Code.KDA_GATE:
-        kda_gate(sm, f, first)
-    elif code == Code.KDA_RECURRENT:
-        pos = kda_recurrent(sm, f, pos, first)
-    elif code == Code.GATED_RMS_NORM:
-        gated_rms_norm(sm, f, first)
+    elif code == Code.KDA_HEAD:
+        pos = kda_head(sm, f, pos, first)
     elif code == Code.BANK_SCORES:
         bank_scores(sm, f, first, end)
     elif code == Code.MLA_KV_APPEND:

@@ -2,25 +2,26 @@
 
 Three passes, each over a plain list:
 
-    fuse      calls -> rows; an activation joins the projection before it, sums join the norm behind them
+    fuse      calls -> rows; activations and sums join the projection before them
     arrange   inside an MoE block, work that needs no expert ids goes before the work that does
     load      a row whose input is not what the SM holds gets a load in front of it
 """
 
-from cute_megakernel.recording import Buffer, Call, Recording, View, Weight
+from cute_megakernel.recording import Call, Recording, View, Weight
 from cute_megakernel.rows import TILE_ROWS, Code, Epilogue, Row
 
 BF16_BLOCK, MXFP4_BLOCK = 32, 64  # inputs of one block of a tile
 BF16_BLOCK_BYTES, MXFP4_BLOCK_BYTES = 512, 272
 
 # MoE rows in the order that keeps the weight stream busy while the router decides
-MOE_ORDER = ("router", "latent_down", "shared.gate_up", "moe_router", "w13", "shared.down", "w2", "", "latent_up")
+MOE_ORDER = ("router", "latent_down", "shared.gate_up", "moe_router", "shared.down", "w13", "w2", "", "latent_up")
 
 
 def lower(recording: Recording, x_bytes: int, sms: int) -> list[Row]:
     """Rows of `recording` in the order in which every SM walks them. `x_bytes` of shared memory hold activations."""
     rows = arrange(Fuse(recording, sms).rows)
-    return load(split_rows(rows, x_bytes, recording.rows))
+    hidden = recording.buffers[0].width
+    return load(split_rows(rows, x_bytes, recording.rows), x_bytes - second_x(recording.rows, hidden))
 
 
 def blocks(width: int, block: int) -> int:
@@ -37,29 +38,22 @@ class Fuse:
     def __init__(self, recording: Recording, sms: int):
         self.recording, self.sms = recording, sms
         self.rows: list[Row] = []
-        self._sums: dict[int, Call] = {}  # outputs of embedding and residual_add that no row computes yet
+        self._embedded: dict[int, Call] = {}  # outputs of embedding that no row computes yet
         self._maker: dict[int, Row] = {}  # row that writes a buffer
         self._heads: list[Call] = []  # calls of the KDA block that is being collected
-        self._local = {
-            call.args[name].buffer.index
+        self._of_heads = {  # what f_b and g_b make; a full-rank output gate is a part of what in_proj makes
+            view.buffer.index
             for call in recording.calls
-            for name in ("raw_decay", "out_gate")
-            if call.op.startswith("kda_gate") or call.op == "gated_rms_norm"
-            if isinstance(call.args.get(name), View)
-            and call.args[name].start == 0
-            and recording.rows
-            and self._is_small_linear(call.args[name].buffer)
+            if call.op in ("kda_gate_bounded", "kda_gate_softplus", "gated_rms_norm")
+            for view in (call.args.get("raw_decay"), call.args.get("out_gate"))
+            if isinstance(view, View) and view.width == view.buffer.width
         }
         self._mixes_left = [c for c in recording.calls if c.op == "attn_res_norm"]
         self._scored: set[tuple[int, int]] = set()
         for call in recording.calls:
             getattr(self, call.op)(call)
-        for call in list(self._sums.values()):
+        for call in list(self._embedded.values()):
             self._mix(call, View(call.outputs[0], 0, call.outputs[0].width), None)
-
-    def _is_small_linear(self, buffer: Buffer) -> bool:
-        maker = next((c for c in self.recording.calls if buffer in c.outputs), None)
-        return maker is not None and maker.op == "linear" and maker.args["weight"].path.endswith(("f_b", "g_b"))
 
     def _add(self, row: Row) -> Row:
         self.rows.append(row)
@@ -70,9 +64,28 @@ class Fuse:
     # sums and norms: x in every SM
 
     def embedding(self, call: Call):
-        self._sums[call.outputs[0].index] = call
+        self._embedded[call.outputs[0].index] = call
 
-    residual_add = embedding
+    def residual_add(self, call: Call):
+        """Joins the projection that makes the later operand; the other one is there before."""
+        operands = [call.args["x"], call.args["delta"]]
+        made = [view for view in operands if view.buffer.index in self._maker]
+        later = max(made, key=lambda view: self._order(self._maker[view.buffer.index]))
+        other = operands[1 - operands.index(later)]
+        row, out = self._maker[later.buffer.index], call.outputs[0]
+        row.calls.append(call.index)
+        row.writes = [*row.writes, out]
+        row.reads.append(other)
+        if "tap" not in row.args:
+            row.args |= {"tap": row.args["dst"], "add1": other, "dst": out}
+        else:
+            row.args |= {"inner": row.args["dst"], "add2": other, "dst": out}
+        self._maker[out.index] = row
+
+    def _order(self, row: Row) -> tuple[int, int]:
+        """What comes before what once the rows are arranged."""
+        first = next(i for i, other in enumerate(self.rows) if other.place == row.place)
+        return first, _moe_key(row) if row.place.part == "moe" else self.rows.index(row)
 
     def rms_norm(self, call: Call):
         view = call.args["x"]
@@ -84,31 +97,16 @@ class Fuse:
         self._mix(call, call.args["prefix"], call.args["norm_weight"])
 
     def _mix(self, call: Call, prefix: View, norm: Weight | None):
-        """One row: the pending sums behind `prefix`, the mixture with the bank, the norm."""
+        """One row: the embedding, where it is the prefix, the mixture with the bank, the norm."""
         row = Row(Code.MIX, call.place, [call.index], args={"width": prefix.width})
-        source, deltas = prefix, []
-        pending = self._sums.pop(prefix.buffer.index, None)
-        if pending is not None:
+        embedded = self._embedded.pop(prefix.buffer.index, None)
+        if embedded is not None:
             row.writes.append(prefix.buffer)
-            row.args["dst"] = prefix.buffer
-            row.calls = sorted({pending.index, call.index})
-            if pending.op == "embedding":
-                row.args |= {"tokens": "tokens", "embed": pending.args["weight"]}
-                source = None
-            else:
-                source, delta = pending.args["x"], pending.args["delta"]
-                if delta.buffer.index in self._sums:
-                    inner = self._sums.pop(delta.buffer.index)
-                    row.calls = sorted({inner.index, *row.calls})
-                    deltas = [inner.args["x"], inner.args["delta"]]
-                else:
-                    deltas = [delta]
-                assert source.buffer.index not in self._sums, "a sum of three pending sums"
-        if source is not None:
-            row.args["src"] = source
-        for name, delta in zip(("delta1", "delta2"), deltas, strict=False):
-            row.args[name] = delta
-        row.reads = [view for view in (source, *deltas) if view is not None]
+            row.calls = sorted({embedded.index, call.index})
+            row.args |= {"tokens": "tokens", "embed": embedded.args["weight"], "dst": prefix.buffer}
+        else:
+            row.args["src"] = prefix
+            row.reads = [prefix]
         if norm is not None:
             row.args |= {"norm": norm, "eps": call.args["eps"], "h": call.outputs[0]}
             row.writes.append(call.outputs[0])
@@ -128,8 +126,8 @@ class Fuse:
         if (view.buffer.index, 0) in self._scored:
             return
         self._scored.add((view.buffer.index, 0))
-        if view.buffer.index in self._sums:  # a bank row that nothing has computed yet
-            call = self._sums[view.buffer.index]
+        if view.buffer.index in self._embedded:  # a bank row that nothing has computed yet
+            call = self._embedded[view.buffer.index]
             self._mix(call, view, None)
         users = [c for c in self._mixes_left if view in c.args["bank"]]
         row = Row(Code.BANK_SCORES, users[0].place, [], units=len(users), reads=[view])
@@ -146,7 +144,7 @@ class Fuse:
     # projections
 
     def linear(self, call: Call):
-        if call.outputs[0].index in self._local:
+        if call.outputs[0].index in self._of_heads:
             self._heads.append(call)
         else:
             self._linear(call, Epilogue.ACT)
@@ -243,7 +241,7 @@ class Fuse:
 
     moe_down_mxfp4 = moe_down
 
-    # KDA: all calls of a head on one SM, one (row, head) item at a time
+    # KDA: all calls of a (batch row, head) item in one row, one item an SM
 
     def causal_conv1d(self, call: Call):
         self._heads.append(call)
@@ -252,82 +250,44 @@ class Fuse:
 
     def gated_rms_norm(self, call: Call):
         calls, self._heads = [*self._heads, call], []
-        by_op = {c.op: c for c in calls if c.op != "linear"}
-        heads = by_op["kda_recurrent"].args["state"].shape[1]
-        items = self.recording.rows * heads
-        small = [c for c in calls if c.op == "linear"]
-        for first in range(0, items, self.sms):
-            some = min(self.sms, items - first)
-            last = first + some == items
-            start = min(c.args["x"].start for c in small)
-            end = max(c.args["x"].start + c.args["x"].width for c in small)
-            source = small[0].args["x"].buffer
-            for c in small:
-                self._head_linear(c, View(source, start, end - start), heads, first, some, last)
-            self._head_rows(by_op, heads, first, some, last)
-
-    def _head_linear(self, call: Call, x: View, heads: int, first: int, some: int, last: bool):
-        weight = call.args["weight"]
-        n, c = weight.shape
-        per_head, kb = tiles(n // heads), blocks(c, BF16_BLOCK)
-        row = Row(Code.LINEAR, call.place, [call.index] if last else [], units=some, unit_bytes=per_head * kb * 512)
-        row.x, row.reads, row.item_units = x, [x], per_head
-        row.args = {"weight": weight, "image": "tiles", "kb": kb, "total": tiles(n), "batch_tiles": tiles(n)}
-        row.args |= {"x_off": 2 * (call.args["x"].start - x.start), "epilogue": Epilogue.LOCAL, "n_valid": n}
-        row.args |= {
-            "local": "gate" if weight.path.endswith("g_b") else "decay",
-            "first": first,
+        by_op = {c.op: c for c in calls}
+        made_by = {c.outputs[0].index: c for c in calls}
+        gate = by_op.get("kda_gate_bounded") or by_op["kda_gate_softplus"]
+        f_b, g_b = (made_by.get(view.buffer.index) for view in (gate.args["raw_decay"], call.args["out_gate"]))
+        conv, recurrent = by_op["causal_conv1d"], by_op["kda_recurrent"]
+        args = {
+            "src": conv.args["x"],
+            "f_a": f_b.args["x"],
+            "gate": call.args["out_gate"] if g_b is None else g_b.args["x"],
+            "beta": gate.args["raw_beta"],
+            "f_b": f_b.args["weight"],
+            "g_b": None if g_b is None else g_b.args["weight"],
+            "conv": conv.args["weight"],
+            "window": conv.args["conv_window"],
+            "A_log": gate.args["A_log"],
+            "dt_bias": gate.args["dt_bias"],
+            "bound": gate.args.get("lower_bound", 0.0),
+            "pool": recurrent.args["state"],
+            "norm": call.args["weight"],
+            "eps": call.args["eps"],
+            "tap_z": conv.outputs[0],
+            "tap_raw_decay": f_b.outputs[0],
+            "tap_out_gate": None if g_b is None else g_b.outputs[0],
+            "tap_log_decay": gate.outputs[0],
+            "tap_beta": gate.outputs[1],
+            "tap_o": recurrent.outputs[0],
             "dst": call.outputs[0],
         }
-        row.writes = [call.outputs[0]]
-        self._add(row)
-
-    def _head_rows(self, by_op: dict[str, Call], heads: int, first: int, some: int, last: bool):
-        conv, norm, recurrent = by_op["causal_conv1d"], by_op["gated_rms_norm"], by_op["kda_recurrent"]
-        gate = by_op.get("kda_gate_bounded") or by_op["kda_gate_softplus"]
-
-        def add(code: Code, call: Call, reads: list[View], writes: list[Buffer], nbytes: int = 0, **args):
-            row = Row(code, call.place, [call.index] if last else [], units=some, unit_bytes=nbytes, item_units=1)
-            row.reads, row.writes, row.args = reads, writes, {"first": first, **args}
+        _, heads, V, K = recurrent.args["state"].shape
+        nbytes = 4 * V * K + sum(2 * K * c.args["weight"].shape[1] for c in (f_b, g_b) if c is not None)
+        items = self.recording.rows * heads
+        for first in range(0, items, self.sms):
+            some = min(self.sms, items - first)
+            done = sorted(c.index for c in calls) if first + some == items else []
+            row = Row(Code.KDA_HEAD, call.place, done, units=some, unit_bytes=nbytes, args={"first": first, **args})
+            row.reads = [args[name] for name in ("src", "f_a", "gate", "beta")]
+            row.writes = [buffer for c in calls for buffer in c.outputs]
             self._add(row)
-
-        gate_view = None if norm.args["out_gate"].buffer.index in self._local else norm.args["out_gate"]
-        fetched = [conv.args["x"], gate.args["raw_beta"], *([gate_view] if gate_view is not None else [])]
-        add(
-            Code.CAUSAL_CONV1D,
-            conv,
-            fetched,
-            [*conv.outputs],
-            src=conv.args["x"],
-            weight=conv.args["weight"],
-            pool=conv.args["conv_window"],
-            dst=conv.outputs[0],
-            raw_beta=gate.args["raw_beta"],
-            gate=gate_view,
-            A_log=gate.args["A_log"],
-            dt_bias=gate.args["dt_bias"],
-            norm=norm.args["weight"],
-        )
-        add(
-            Code.KDA_GATE,
-            gate,
-            [],
-            [*gate.outputs],
-            bound=gate.args.get("lower_bound", 0.0),
-            dst=gate.outputs[0],
-            beta=gate.outputs[1],
-        )
-        pool = recurrent.args["state"]
-        _, _, V, K = pool.shape
-        add(Code.KDA_RECURRENT, recurrent, [], [*recurrent.outputs], 4 * V * K, pool=pool, dst=recurrent.outputs[0])
-        add(
-            Code.GATED_RMS_NORM,
-            norm,
-            [],
-            [*norm.outputs],
-            eps=norm.args["eps"],
-            dst=norm.outputs[0],
-        )
 
     # MLA
 
@@ -414,6 +374,11 @@ def pitch_bytes(width: int) -> int:
     return blocks(width, 64) * 128 + 64
 
 
+def second_x(rows: int, hidden_size: int) -> int:
+    """Where the second area of activations begins: behind the hidden states of all batch rows."""
+    return rows * pitch_bytes(hidden_size)
+
+
 def split_rows(rows: list[Row], x_bytes: int, batch: int) -> list[Row]:
     """A row whose input does not fit for all batch rows at once is repeated for a few of them at a time."""
     result = []
@@ -436,24 +401,24 @@ def split_rows(rows: list[Row], x_bytes: int, batch: int) -> list[Row]:
     return result
 
 
-def load(rows: list[Row]) -> list[Row]:
-    """Puts a plain MIX row in front of a row whose input is not in shared memory."""
+def load(rows: list[Row], second_bytes: int) -> list[Row]:
+    """Puts a plain MIX row in front of a row whose input is not in shared memory: there are two areas, one for the
+    hidden state, and `second_bytes` for what fits them."""
     result: list[Row] = []
-    held: tuple | None = None
+    held: list[tuple | None] = [None, None]
     for row in rows:
         if row.code in (Code.MIX, Code.MLA_COMBINE):
-            held = (row.x, row.rows)
+            held = [(row.x, row.rows), held[1] if row.code == Code.MIX else None]
         elif row.code == Code.MLA_DECODE:
-            held = None
-        elif row.x is not None and held != (row.x, row.rows):
-            need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows)
+            held = [None, None]
+        elif row.x is not None and (row.x, row.rows) in held:
+            row.x_side = held.index((row.x, row.rows))
+        elif row.x is not None:
+            row.x_side = int((row.rows[1] - row.rows[0]) * x_pitch(row) <= second_bytes)
+            need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows, x_side=row.x_side)
             need.args = {"src": row.x, "width": row.x.width}
             need.args |= {k: row.args[k] for k in ("group", "group_pad") if row.code == Code.MOE_DOWN}
-            need.item_units = 1 if row.item_units else 0
-            need.units = row.units if row.item_units else 0
-            if row.item_units:
-                need.args["first"] = row.args["first"]
             result.append(need)
-            held = (row.x, row.rows)
+            held = [held[0], (row.x, row.rows)] if row.x_side else [(row.x, row.rows), None]
         result.append(row)
     return result

@@ -27,7 +27,7 @@ from kimi_kernels.state import Batch, State
 
 Tensor = torch.Tensor
 MAX_ROWS = 8
-DEFAULT_IN_FLIGHT = 4  # copies on their way to an SM at most
+DEFAULT_IN_FLIGHT = 4  # full slots on their way to an SM at most
 POLL_NS = 0  # between two looks at activations that are not there yet
 NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has
 
@@ -251,6 +251,9 @@ class Megakernel:
                 "page size": pool.shape[1],
             }
             return numbers[what]
+        if what in ("row bytes", "expert bytes"):
+            made = self.images.image(*subject)
+            return made.element_size() * made.stride(-2 if what == "row bytes" else 0)
         weight, scale = subject if isinstance(subject, tuple) else (subject, None)
         return self.images.image(what, weight, scale).data_ptr()
 

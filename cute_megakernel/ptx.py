@@ -236,8 +236,18 @@ def bulk_copy(dst: Int32, src: Int64, nbytes: Int32, barrier: Int32):
     inline_ptx(text, read_only_args=[dst, src, nbytes, barrier])
 
 
+def prefetch_line(src: Int64):
+    """The line that the address is in, to the cache that all SMs share."""
+    inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[src])
+
+
 def fence_barrier_init():
     inline_ptx("fence.mbarrier_init.release.cluster;")
+
+
+def prefetch(src: Int64, nbytes: Int32):
+    """Global memory to the cache that all SMs share; both multiples of 16."""
+    inline_ptx("cp.async.bulk.prefetch.L2.global [{$r0}], {$r1};", read_only_args=[src, nbytes])
 
 
 def bar_sync(barrier: int, threads: int):
@@ -248,8 +258,12 @@ def sync_warp():
     cute.arch.sync_warp()
 
 
-def shfl(value: Int32, lane: Int32) -> Int32:
+def shfl(value, lane: Int32):
     """`value` of another lane."""
+    return cute.arch.shuffle_sync(value, lane)
+
+
+def shfl_f32(value: Float32, lane: int) -> Float32:
     return cute.arch.shuffle_sync(value, lane)
 
 
@@ -298,19 +312,7 @@ def redux_min_u32(value: Int32) -> Int32:
     return Int32(cute.arch.warp_redux_sync(Uint32(value), "umin"))
 
 
-def mma_bf16(c0: Float32, c1: Float32, a0: Int32, a2: Int32, b0: Int32, b1: Int32):
-    """D[8, 8] += A[8, 16] B[16, 8]: rows of activations times rows of weights. The upper half of the instruction's 16
-    activation rows is zero; its results are dropped."""
-    text = (
-        "{ .reg .f32 z0; .reg .f32 z1; .reg .b32 a; mov.b32 a, 0;"
-        " mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-        " { {$w0}, {$w1}, z0, z1 }, { {$r0}, a, {$r1}, a }, { {$r2}, {$r3} },"
-        " { {$r4}, {$r5}, 0f00000000, 0f00000000 }; }"
-    )
-    return inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[a0, a2, b0, b1, c0, c1])
-
-
-def mma_bf16_full(c, a, b):
+def mma_bf16(c, a, b):
     """D[16, 8] += A[16, 16] B[16, 8] on four, four and two registers."""
     text = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 { {$w0}, {$w1}, {$w2}, {$w3} },"
@@ -319,8 +321,14 @@ def mma_bf16_full(c, a, b):
     return inline_ptx(text, write_only_types=[Float32] * 4, read_only_args=[*a, *b, *c])
 
 
-def mul_bf16x2(a: Int32, b: Int32) -> Int32:
-    return inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+def mul_bf16x2(a: Int32, b: int) -> Int32:
+    text = "{ .reg .b32 t; mov.b32 t, {$r1}; mul.rn.bf16x2 {$w0}, {$r0}, t; }"  # takes no constants
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[a, Int32(b)])
+
+
+def add_bf16x2(a: Int32, b: Int32) -> Int32:
+    """Sums of two pairs, each rounded to nearest even."""
+    return inline_ptx("add.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 def pack_bf16(low: Float32, high: Float32) -> Int32:
@@ -342,6 +350,12 @@ def high_bf16(pair: Int32) -> Float32:
 def shift_half(pair: Int32, index: Int32) -> Int32:
     """The bfloat16 of an even index (low half) or an odd one (high half), in the low half."""
     return select(index % 2 == 0, pair & 0xFFFF, (pair >> 16) & 0xFFFF)
+
+
+def fma(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a * b + c, rounded once."""
+    text = "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};"
+    return inline_ptx(text, write_only_types=[Float32], read_only_args=[a, b, c])
 
 
 def float_bits(value: Float32) -> Int32:
@@ -395,6 +409,10 @@ def select_f32(condition: Boolean, yes: Float32, no: Float32) -> Float32:
     return inline_ptx(text, write_only_types=[Float32], read_only_args=[Int32(condition), yes, no])
 
 
+def smaller(a: Int32, b: Int32) -> Int32:
+    return inline_ptx("min.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
 def select(condition: Boolean, yes: Int32, no: Int32) -> Int32:
     text = "{ .reg .pred p; setp.ne.s32 p, {$r0}, 0; selp.b32 {$w0}, {$r1}, {$r2}, p; }"
     return inline_ptx(text, write_only_types=[Int32], read_only_args=[Int32(condition), yes, no])
@@ -402,6 +420,11 @@ def select(condition: Boolean, yes: Int32, no: Int32) -> Int32:
 
 def red_or_shared(addr: Int32, bits: Int32):
     inline_ptx("red.shared.or.b32 [{$r0}], {$r1};", read_only_args=[addr, bits])
+
+
+def atomic_add_shared(addr: Int32, value: Int32) -> Int32:
+    text = "atom.shared.add.u32 {$w0}, [{$r0}], {$r1};"
+    return inline_ptx(text, write_only_types=[Int32], read_only_args=[addr, value])
 
 
 def popc(value: Int32) -> Int32:

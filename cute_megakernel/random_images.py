@@ -49,5 +49,5 @@ class RandomImages(Images):
         shape = (*batch, -(-outputs // 8), -(-2 * packed // 64), 272)
         made = torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
         like = torch.empty(shape[-1] - SCALES_AT, 2 * packed // MXFP4_GROUP, dtype=torch.uint8, device="meta")
-        made[..., SCALES_AT:] = random_tensor("scale", like, self._generator)[:, 0]
+        made[..., SCALES_AT:] = random_tensor("scale", like, self._generator)[:, 0] + 1
         return made

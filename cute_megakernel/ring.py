@@ -5,9 +5,9 @@ over. The two must agree for every outcome of the router and for every kind of b
     consumed(shape, f, code, part, outcome)    number of slots, as the stages count them
     walk(steps, slots)                         where stream and consumers of an SM would wait for each other for ever
 
-A slot belongs to two warps, which take its two pieces; the state of a head is read by all warps, one slot after the
-other. A warp does its slots in their order and waits for others only behind all its pieces of a group of tiles, so it
-gives a slot back before one is needed that the ring could not hold beside it: one slot is enough.
+A slot belongs to two warps, which take its two pieces; the state and tiles of a KDA head are read by all warps, as many
+slots at a time as there are. A warp does its slots in their order and waits for others only behind all its pieces of a
+group of tiles, so it gives a slot back before one is needed that the ring could not hold beside it: one is enough.
 """
 
 from collections.abc import Sequence
@@ -48,9 +48,10 @@ def streamed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Out
     block, tiles = shape.block_bytes, part.end - part.first
     if code == Code.LINEAR:
         return _pieces(tiles * f["kb"] * BF16_BLOCK, 2 * f["piece"] * f["tpp"] * BF16_BLOCK)
-    if code == Code.KDA_RECURRENT:
-        row = part.first // shape.kda_heads
-        return _pieces(4 * shape.kda_head_dim**2, STATE_BYTES) if outcome.live[row] else []
+    if code == Code.KDA_HEAD:
+        size, row = shape.kda_head_dim**2, part.first // shape.kda_heads
+        state = _pieces(4 * size, STATE_BYTES) if outcome.live[row] else []
+        return state + (2 if shape.low_rank_gate else 1) * _pieces(2 * size, STATE_BYTES)
     if code == Code.MOE_GATE_UP:
         assert part.sm is not None
         first, end = share(part.sm, shape.sms, len(outcome.experts) * f["total"])
@@ -68,9 +69,11 @@ def _pieces(nbytes: int, per_slot: int) -> list[int]:
 
 def consumed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Outcome) -> int:
     """Slots that the consumers step over in the row."""
-    if code == Code.KDA_RECURRENT:
-        slot_rows = min(STATE_BYTES // (4 * shape.kda_head_dim), shape.kda_head_dim)
-        return shape.kda_head_dim // slot_rows if outcome.live[part.first // shape.kda_heads] else 0
+    if code == Code.KDA_HEAD:
+        dim = shape.kda_head_dim
+        slot_rows, slot_tiles = STATE_BYTES // (4 * dim), STATE_BYTES // (16 * dim)
+        state = _ceil(dim, slot_rows) if outcome.live[part.first // shape.kda_heads] else 0
+        return state + (1 + shape.low_rank_gate) * _ceil(dim // 8, slot_tiles)
     pieces = 0
     if code == Code.LINEAR:
         pieces = _ceil((part.end - part.first) * f["ppt"], f["tpp"])

@@ -21,14 +21,11 @@ class Code(IntEnum):
     MOE_ROUTER = 3
     MOE_GATE_UP = 4
     MOE_DOWN = 5
-    CAUSAL_CONV1D = 6
-    KDA_GATE = 7
-    KDA_RECURRENT = 8
-    GATED_RMS_NORM = 9
-    MLA_KV_APPEND = 10
-    MLA_DECODE = 11
-    MLA_COMBINE = 12  # x <- the parts of mla_decode put together
-    ARGMAX = 13
+    KDA_HEAD = 6  # all ops of one head of one batch row, from in_proj to the gated norm
+    MLA_KV_APPEND = 7
+    MLA_DECODE = 8
+    MLA_COMBINE = 9  # x <- the parts of mla_decode put together
+    ARGMAX = 10
 
 
 class Epilogue(IntEnum):
@@ -39,8 +36,7 @@ class Epilogue(IntEnum):
     SITU = 2
     SWIGLU = 3
     OUTPUT_GATE = 4
-    LOCAL = 5  # rounded to bfloat16, to the shared memory of this SM
-    LOGITS = 6  # to the logits tensor, with a running argmax
+    LOGITS = 5  # to the logits tensor, with a running argmax
 
 
 # the code whose rows carry out an op; what a row of it does for the op is in the stage file of the code's or op's name
@@ -48,18 +44,18 @@ HANDLERS = {
     "embedding": Code.MIX,
     "attn_res_norm": Code.MIX,
     "rms_norm": Code.MIX,
-    "linear": Code.LINEAR,
-    "causal_conv1d": Code.CAUSAL_CONV1D,
-    "kda_gate_bounded": Code.KDA_GATE,
-    "kda_gate_softplus": Code.KDA_GATE,
-    "kda_recurrent": Code.KDA_RECURRENT,
-    "gated_rms_norm": Code.GATED_RMS_NORM,
+    "linear": (Code.LINEAR, Code.KDA_HEAD),
+    "causal_conv1d": Code.KDA_HEAD,
+    "kda_gate_bounded": Code.KDA_HEAD,
+    "kda_gate_softplus": Code.KDA_HEAD,
+    "kda_recurrent": Code.KDA_HEAD,
+    "gated_rms_norm": Code.KDA_HEAD,
     "mla_kv_append": Code.MLA_KV_APPEND,
     "mla_absorb_query": Code.LINEAR,
     "mla_decode": Code.MLA_COMBINE,  # of parts that MLA_DECODE rows made
     "mla_expand_value": Code.LINEAR,
     "output_gate": Code.LINEAR,
-    "residual_add": Code.MIX,
+    "residual_add": (Code.LINEAR, Code.MOE_DOWN),
     "situ": (Code.LINEAR, Code.MOE_GATE_UP),
     "swiglu": (Code.LINEAR, Code.MOE_GATE_UP),
     "router_logits": Code.LINEAR,
@@ -70,7 +66,7 @@ HANDLERS = {
     "moe_down_mxfp4": Code.MOE_DOWN,
     "argmax": Code.ARGMAX,
 }
-STREAMED = (Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_RECURRENT)
+STREAMED = (Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_HEAD)
 TILE_ROWS = 8  # outputs of one tile
 
 
@@ -86,9 +82,15 @@ class Row:
     reads: list[View] = field(default_factory=list)  # activations that it waits for
     writes: list[Buffer] = field(default_factory=list)  # activations that it hands on
     x: View | None = None  # what must be, or what it puts, in shared memory
+    x_side: int = 0  # in which of its two areas
     args: dict[str, object] = field(default_factory=dict)
-    item_units: int = 0  # > 0: per-head rows; the units of one (row, head) item
     rows: tuple[int, int] = (0, 0)  # batch rows [first, end) that it serves
+
+    @property
+    def first(self) -> int | None:
+        """Where units are items (batch row * heads + head): the first of this row; None elsewhere."""
+        first = self.args.get("first")
+        return first if isinstance(first, int) else None
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cute_megakernel.lowering import lower, pitch_bytes, x_pitch
+from cute_megakernel.lowering import lower, second_x, x_pitch
 from cute_megakernel.recording import Buffer, Recording
 from cute_megakernel.rows import STREAMED, Code, Row
 from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, most_slots
@@ -46,11 +46,7 @@ class Schedule:
         """Rows at which a launch may begin: what the SMs hold in shared memory before is not needed from there on."""
         starts, experts = [], False
         for number, row in enumerate(self.rows):
-            if (
-                row.code in (Code.MIX, Code.BANK_SCORES)
-                and not experts
-                and (not row.item_units or row.args["first"] == 0)
-            ):
+            if row.code in (Code.MIX, Code.BANK_SCORES, Code.KDA_HEAD) and not experts:
                 starts.append(number)
             done = row.code == Code.MOE_DOWN and row.rows[1] == self.recording.rows  # of its batch rows, the last
             experts = row.code == Code.MOE_ROUTER or (experts and not done)
@@ -64,7 +60,7 @@ class Schedule:
         """Bytes that the SM streams, but for the experts, which the router decides."""
         units = zip(self.rows, self.work[sm], strict=True)
         return sum(
-            max(0, end - first) // (row.item_units or 1) * row.unit_bytes
+            max(0, end - first) * row.unit_bytes
             for row, (first, end) in units
             if row.code in STREAMED and row.units > 0
         )
@@ -87,6 +83,7 @@ def kernel_shape(config: KimiConfig, rows: int, sms: int, x_bytes: int) -> Kerne
         x_bytes=x_bytes,
         sms=sms,
         slots=0,
+        low_rank_gate=not config.full_rank_out_gate,
     )
     return replace(shape, slots=most_slots(shape))
 
@@ -102,26 +99,33 @@ def make_schedule(recording: Recording, config: KimiConfig, sms: int) -> Schedul
 
 
 def x_budget(recording: Recording, config: KimiConfig) -> int:
-    """Shared memory for activations: the hidden state of all rows, and any input of one row."""
-    single = [x_pitch(row) for row in lower(recording, 1 << 30, 1) if row.x is not None and not row.args.get("x_local")]
-    return -(-max(recording.rows * pitch_bytes(config.hidden_size), SMALLEST_X, *single) // 128) * 128
+    """Shared memory for activations: the hidden state of all rows, and any input of one row; the inputs of the other
+    projections beside the hidden state, where that costs no slot of the ring."""
+    rows = [row for row in lower(recording, 1 << 30, 1) if row.x is not None and not row.args.get("x_local")]
+    single, hidden = [x_pitch(row) for row in rows], second_x(recording.rows, config.hidden_size)
+    least = _whole(max(hidden, SMALLEST_X, *single))
+    beside = [recording.rows * x_pitch(row) for row in rows if row.x_side]
+    both = _whole(max(least, hidden + max(beside, default=0)))
+    slots = [kernel_shape(config, recording.rows, 1, size).slots for size in (least, both)]
+    return both if slots[0] == slots[1] else least
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // 128) * 128
 
 
 def share_out(rows: list[Row], sms: int) -> list[list[tuple[int, int]]]:
-    """Contiguous ranges of units: each SM gets the same number, and one more goes to those that have streamed least."""
+    """Contiguous ranges of units: each SM gets the same number, and one more goes to those that have streamed least.
+    Items go one each to those."""
     load = [0.0] * sms
     work: list[list[tuple[int, int]]] = [[] for _ in range(sms)]
-    items: list[int] = []  # SM of each item of the KDA block at hand
     for row in rows:
         if row.units <= 0:  # done by all, or dealt out on the device
             ranges = [(0, 1)] * sms
-        elif row.item_units:
-            if row.code == Code.MIX:
-                items = sorted(sorted(range(sms), key=load.__getitem__)[: row.units])
+        elif row.first is not None:
             ranges = [(0, 0)] * sms
-            for i, sm in enumerate(items[: row.units]):
-                unit = (row.args["first"] + i) * row.item_units
-                ranges[sm] = (0, 1) if row.code == Code.MIX else (unit, unit + row.item_units)
+            for i, sm in enumerate(sorted(sorted(range(sms), key=load.__getitem__)[: row.units])):
+                ranges[sm] = (row.first + i, row.first + i + 1)
                 load[sm] += row.unit_bytes
         else:
             ranges = _even(row, load, sms)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 CONSUMER_WARPS = 16
 CONSUMERS = CONSUMER_WARPS * 32
 THREADS = CONSUMERS + 32  # one more warp streams
-SLOT_BYTES = 20480  # two pieces of up to 20 bfloat16 blocks
-STATE_BYTES = 16384  # of a recurrent state in one slot
+SLOT_BYTES = 20480  # two pieces
+MXFP4_PIECE = 28  # blocks at most, 7616 bytes: fewer than fit, for they are work to decode
+STATE_BYTES = 16384  # of a head's recurrent state, or of its tiles of a projection, in one slot
 SHARED_BYTES = 232448  # most that a block may have, sm_90 and sm_100
 FIELD_WORDS = 64  # words of a table row
 MAX_SPLITS = 32  # parts of a sequence in mla_decode
@@ -14,8 +15,14 @@ SPLIT_TOKENS = 64
 DECODE_TOKENS = 128  # tokens that mla_decode scores at a time
 MAX_BANK = 8
 PAIRS = CONSUMER_WARPS // 2  # a slot of the ring belongs to two warps, one piece each; so many slots at most
+MOST_BLOCKS = SLOT_BYTES // 2 // 512 - 1  # bfloat16 blocks of a piece, with room for the pitch of its rows
 PICKS = 16  # experts of a batch row at most
 MAX_PICKS = 128  # distinct experts of one step
+
+
+def mix_quads(hidden_size: int) -> int:
+    """Groups of four columns that a thread holds in a mix."""
+    return -(-hidden_size // (4 * CONSUMERS))
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class KernelShape:
     x_bytes: int
     sms: int
     slots: int
+    low_rank_gate: bool = False  # the output gate of a KDA head comes by way of g_b
     delay: bool = False  # every warp sleeps a pseudo-random time before each row
     trace: bool = False
 
@@ -51,7 +59,12 @@ class KernelShape:
 
 @dataclass(frozen=True)
 class Pieces:
-    """How tiles of `kb` blocks are cut among warps: a piece is `blocks` of a tile, or `tiles` whole tiles."""
+    """How tiles of `kb` blocks are cut among warps: a piece is `blocks` of a tile, or `tiles` whole tiles.
+
+    A bfloat16 tile lies in a slot as 8 rows, `pitch` bytes apart: an odd multiple of 64, for the banks. Where a tile
+    has an even number of pieces, the two of a slot lie side by side in its rows (`copy` bytes each), else one behind
+    the other; the second begins at `second`.
+    """
 
     blocks: int
     per_tile: int
@@ -59,11 +72,27 @@ class Pieces:
 
     @classmethod
     def of(cls, kb: int, mxfp4: bool) -> "Pieces":
-        most = 14 if mxfp4 else SLOT_BYTES // 1024  # blocks of half a slot; MXFP4 fewer, for it is work to decode
+        most = MXFP4_PIECE if mxfp4 else MOST_BLOCKS  # blocks of half a slot
         if kb <= most:
-            return cls(kb, 1, most // kb)
+            return cls(kb, 1, most // kb if mxfp4 else SLOT_BYTES // 2 // (8 * row_pitch(64 * kb)))
         blocks = next(size for size in range(most, 0, -1) if kb % size == 0)
         return cls(blocks, kb // blocks, 1)
+
+    @property
+    def copy(self) -> int:
+        return 64 * self.blocks * (2 if self.per_tile % 2 == 0 else 1)
+
+    @property
+    def pitch(self) -> int:
+        return row_pitch(self.copy)
+
+    @property
+    def second(self) -> int:
+        return 64 * self.blocks if self.per_tile % 2 == 0 else 8 * self.tiles * self.pitch
+
+
+def row_pitch(nbytes: int) -> int:
+    return nbytes if nbytes % 128 else nbytes + 64
 
 
 @dataclass(frozen=True)

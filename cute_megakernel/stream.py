@@ -1,10 +1,12 @@
 """The streaming warp: copies what the rows of this SM will consume into the ring, in their order, as far ahead as slots
 are free. It waits for nothing that is being computed, but for the router's choice of experts.
 
-No more than `in_flight` copies are on their way at a time: what the memory system has queued for an SM delays the words
-that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md, megakernel).
+No more than `in_flight` full slots are on their way at a time, or as many bytes in slots that hold less: what the
+memory system has queued for an SM delays the words that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md,
+megakernel).
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
@@ -23,8 +25,9 @@ from cute_megakernel.core import (
 )
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, STATE_BYTES
+from cute_megakernel.stages.causal_conv1d import step_bytes, window_at
 from cute_megakernel.stages.kda_head import is_new, slot_of_row
-from cute_megakernel.stages.moe_down import serves
+from cute_megakernel.stages.moe_down import served_experts, serves
 from cute_megakernel.stages.moe_gate_up import share
 
 
@@ -49,30 +52,71 @@ def stream(sm: Sm, fields: Int64, work: Int64):
 def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     code = f["code"]
     if code == Code.LINEAR:
-        tile_bytes = f["kb"] * 512
-        source = address_of(f, "weight") + Int64(first % f["total"]) * Int64(tile_bytes)
-        pos = _copy(sm, pos, source, (end - first) * tile_bytes, f["piece"] * f["tpp"] * 1024)
+        pos = _linear(sm, f, pos, first, end)
     elif code == Code.MOE_GATE_UP:
         pos = _gate_up(sm, f, pos)
     elif code == Code.MOE_DOWN:
         pos = _down(sm, f, pos, first, end)
-    elif code == Code.KDA_RECURRENT:
-        K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
-        r, h = first // H, first % H
-        slot = slot_of_row(sm, f, r)
-        if (slot >= 0) & (is_new(sm, r) == 0):
-            source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-            pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+    elif code == Code.KDA_HEAD:
+        pos = _head(sm, f, pos, first)
+    elif code == Code.MIX:
+        _prefetch(sm, f)
     return pos
+
+
+@cute.jit
+def _prefetch(sm: Sm, f: Fields):
+    """The weights of a norm that is to come, for all SMs: one of them asks."""
+    if (f["kind"] != 0) & (f.number % sm.shape.sms == sm.block) & (sm.lane == 0):
+        if address_of(f, "norm") != 0:
+            ptx.prefetch(address_of(f, "norm"), f["width"] * 2)
+        if f["n_bank"] > 0:
+            ptx.prefetch(address_of(f, "weight2"), f["width"] * 4)
+
+
+@cute.jit
+def _head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
+    """The state of an item, unless it starts from zeros, and the tiles of its head."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    r, h = item // H, item % H
+    slot = slot_of_row(sm, f, r)
+    old = (slot >= 0) & (is_new(sm, r) == 0)
+    _prefetch_head(sm, f, h, slot, old)
+    if old:
+        source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
+        pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+    for i in cutlass.range_constexpr(2 if sm.shape.low_rank_gate else 1):
+        source = address_of(f, ("f_b", "g_b")[i]) + Int64(h) * (2 * K * K)
+        pos = _copy(sm, pos, source, Int32(2 * K * K), Int32(STATE_BYTES))
+    return pos
+
+
+@cute.jit
+def _prefetch_head(sm: Sm, f: Fields, h: Int32, slot: Int32, old):
+    """What the row loads from memory by itself, on its way to the cache: each lane has a contiguous piece of it."""
+    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
+    channel = (sm.lane % 3 * H + h) * K  # the first of q, k or v
+    if sm.lane < 9:
+        if old:
+            ptx.prefetch(window_at(sm, f, channel, slot) + sm.lane // 3 * step_bytes(sm), Int32(2 * K))
+    elif sm.lane < 12:
+        ptx.prefetch(address_of(f, "weight") + Int64(channel) * 16, Int32(16 * K))
+    elif sm.lane == 12:
+        ptx.prefetch(address_of(f, "weight2") + Int64(h) * (4 * K), Int32(4 * K))
+    elif sm.lane == 13:
+        ptx.prefetch(address_of(f, "norm"), Int32(4 * K))
+    elif sm.lane == 14:
+        ptx.prefetch_line(address_of(f, "A_log") + Int64(h) * 4)
+    ptx.sync_warp()
 
 
 @cute.jit
 def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: Int32) -> Int32:
     """A contiguous piece of memory into as many slots as it takes, `per_slot` bytes each."""
-    done = Int32(0)
+    done, most = Int32(0), _most_slots(sm, per_slot)
     while done < nbytes:
         size = ptx.select(nbytes - done < per_slot, nbytes - done, per_slot)
-        _reserve(sm, pos, size)
+        _reserve(sm, pos, size, most)
         if sm.lane == 0:
             ptx.bulk_copy(ring_slot(sm, pos), source + Int64(done), size, _full(sm, pos))
         pos += 1
@@ -84,44 +128,155 @@ def _full(sm: Sm, pos: Int32) -> Int32:
     return region(sm, "full") + slot_index(sm, pos) * 8
 
 
+def _most_slots(sm: Sm, per_slot: Int32) -> Int32:
+    """Slots of `per_slot` bytes that may be on their way at a time."""
+    most = sm.batch["in_flight"] * SLOT_BYTES // per_slot
+    return ptx.select(most < sm.shape.slots, most, Int32(sm.shape.slots))
+
+
 @cute.jit
-def _reserve(sm: Sm, pos: Int32, nbytes: Int32):
-    """Waits until the slot is free and not too much is on its way, and announces `nbytes`."""
+def _wait_turn(sm: Sm, pos: Int32, most: Int32):
+    """Until the slot is free and fewer than `most` are on their way."""
     wait_empty(sm, pos)
-    if pos >= sm.batch["in_flight"]:
-        wait_full(sm, pos - sm.batch["in_flight"])
+    if pos >= most:
+        wait_full(sm, pos - most)
+
+
+@cute.jit
+def _reserve(sm: Sm, pos: Int32, nbytes: Int32, most: Int32):
+    """Waits for the slot's turn and announces `nbytes`."""
+    _wait_turn(sm, pos, most)
     if sm.lane == 0:
         ptx.mbarrier_expect(_full(sm, pos), nbytes)
     ptx.sync_warp()
 
 
+class Rows:
+    """How a bfloat16 weight of a row lies in memory and in the slots."""
+
+    def __init__(self, f: Fields):
+        self.weight, self.row_bytes, self.pair = address_of(f, "weight"), f["row_bytes"], f["pair"]
+        self.ppt, self.tpp, self.piece = f["ppt"], f["tpp"], f["piece"] * 64
+        self.copy, self.pitch = f["copy"], f["pitch"]
+
+
 @cute.jit
-def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
-    """Two pieces a slot; where a tile of the next expert begins, the second comes from elsewhere."""
-    wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
-    total, ppt = f["total"], f["ppt"]
-    nbytes = f["piece"] * sm.shape.block_bytes
-    low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), total)
-    left, place = (high - low) * ppt, low // total
-    inside = (low - place * total) * ppt  # piece of the expert
+def _linear(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+    """Tiles [first, end): pieces of them, or a few whole ones, two in a slot."""
+    rows = Rows(f)
+    tile, inside, left = first, Int32(0), (end - first) * rows.ppt
+    most = _most_slots(sm, 16 * rows.tpp * rows.piece)
     while left > 0:
-        _reserve(sm, pos, ptx.select(left < 2, nbytes, 2 * nbytes))
-        for side in range(ptx.select(left < 2, left, Int32(2))):
-            if inside == total * ppt:
-                place, inside = place + 1, Int32(0)
-            _put_piece(sm, f, pos, side * nbytes, place, inside, nbytes)
-            inside += 1
-        left -= 2
+        count = ptx.smaller(left, 2 * rows.tpp)
+        _reserve(sm, pos, count * 8 * rows.piece, most)
+        _copy_rows(sm, rows, pos, Int32(0), rows.weight, tile, inside, count)
+        tile, inside = _further(rows, tile, inside, count)
+        left -= count
         pos += 1
     return pos
 
 
 @cute.jit
-def _put_piece(sm: Sm, f: Fields, pos: Int32, at: Int32, place: Int32, piece: Int32, nbytes: Int32):
-    """Copies piece `piece` of the expert at `place` of the list to `at` bytes of the slot."""
+def _further(rows: Rows, tile: Int32, inside: Int32, count: Int32):
+    """The piece `count` behind piece `inside` of `tile`; two pieces at most, where a tile has several."""
+    if rows.ppt == 1:
+        tile = tile + count
+    else:
+        inside = inside + count
+        if inside >= rows.ppt:
+            tile, inside = tile + 1, inside - rows.ppt
+    return tile, inside
+
+
+@cute.jit
+def _copy_rows(
+    sm: Sm, rows: Rows, pos: Int32, at: Int32, weight: Int64, tile: Int32, inside: Int32, count: Int32
+):  # fmt: skip
+    """`count` pieces from piece `inside` of `tile` on, to `at` bytes of the slot; each lane copies rows of its own."""
+    copies = count * 8
+    if rows.copy > rows.piece:  # the two pieces of a slot side by side
+        copies = Int32(8)
+    j = sm.lane
+    while j < copies:
+        t, column = _further(rows, tile, inside, j >> 3)
+        row = 8 * t + (j & 7)
+        if rows.pair > 0:
+            row = 4 * t + ((j & 7) >> 1) + (j & 1) * rows.pair
+        source = weight + Int64(row) * Int64(rows.row_bytes) + Int64(column * rows.piece)
+        ptx.bulk_copy(ring_slot(sm, pos) + at + j * rows.pitch, source, rows.copy, _full(sm, pos))
+        j += 32
+
+
+@cute.jit
+def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
+    """This SM's tiles of the picked experts, two pieces a slot; where an expert ends, the next piece is another's."""
+    wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
+    low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), f["total"])
+    if low < high:
+        place = low // f["total"]
+        if cutlass.const_expr(sm.shape.mxfp4):
+            pos = _gate_up_blocks(sm, f, pos, place, low - place * f["total"], high - low)
+        else:
+            pos = _gate_up_rows(sm, f, pos, place, low - place * f["total"], high - low)
+    return pos
+
+
+@cute.jit
+def _gate_up_blocks(sm: Sm, f: Fields, pos: Int32, place: Int32, tile: Int32, tiles: Int32) -> Int32:
+    nbytes, last = f["piece"] * sm.shape.block_bytes, f["total"] * f["ppt"]
+    left, inside = tiles * f["ppt"], tile * f["ppt"]  # piece of the expert
+    most, weight, stride = _most_slots(sm, 2 * nbytes), address_of(f, "weight"), address_of(f, "expert_stride")
+    while left > 0:
+        count = ptx.smaller(left, Int32(2))
+        _reserve(sm, pos, count * nbytes, most)
+        for side in range(count):
+            if inside == last:
+                place, inside = place + 1, Int32(0)
+            source = weight + Int64(inside) * Int64(nbytes)
+            _put_piece(sm, pos, side * nbytes, source, stride, place, nbytes)
+            inside += 1
+        left -= count
+        pos += 1
+    return pos
+
+
+@cute.jit
+def _gate_up_rows(sm: Sm, f: Fields, pos: Int32, place: Int32, tile: Int32, tiles: Int32) -> Int32:
+    rows, total, stride = Rows(f), f["total"], address_of(f, "expert_stride")
+    left, inside, together = tiles * rows.ppt, Int32(0), side_by_side(rows)
+    most = _most_slots(sm, 16 * rows.piece)
+    while left > 0:
+        count = ptx.smaller(left, Int32(2))
+        _reserve(sm, pos, count * 8 * rows.piece, most)
+        side = Int32(0)
+        while side < count:
+            if tile == total:
+                place, tile = place + 1, Int32(0)
+            weight = rows.weight + Int64(expert_at(sm, place)) * stride
+            _copy_rows(sm, rows, pos, side * 8 * rows.pitch, weight, tile, inside, together)
+            tile, inside = _further(rows, tile, inside, together)
+            side += together
+        left -= count
+        pos += 1
+    return pos
+
+
+def side_by_side(rows: Rows) -> Int32:
+    """Pieces that one call of `_copy_rows` puts into a slot."""
+    return ptx.select(rows.copy > rows.piece, Int32(2), Int32(1))
+
+
+def expert_at(sm: Sm, place: Int32) -> Int32:
+    """The expert at a place of the list."""
+    return ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
+
+
+@cute.jit
+def _put_piece(sm: Sm, pos: Int32, at: Int32, source: Int64, stride: Int64, place: Int32, nbytes: Int32):
+    """Copies a piece of the expert at `place` of the list, which the first expert has at `source`, to `at` bytes of the
+    slot."""
     if sm.lane == 0:
-        expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
-        source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride") + Int64(piece) * Int64(nbytes)
+        source = source + Int64(expert_at(sm, place)) * stride
         ptx.bulk_copy(ring_slot(sm, pos) + at, source, nbytes, _full(sm, pos))
 
 
@@ -129,7 +284,7 @@ def _put_piece(sm: Sm, f: Fields, pos: Int32, at: Int32, place: Int32, piece: In
 def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
     wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
     if first < end:
-        pos = _pieces(sm, f, pos, first, end)
+        pos = _down_experts(sm, f, pos, first, end)
     if f["local"] != 0:
         ptx.sync_warp()
         if sm.lane == 0:
@@ -138,38 +293,44 @@ def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
 
 
 @cute.jit
-def _pieces(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
-    """This SM's outputs of every expert, cut into pieces, two a slot."""
-    tpp, r0, r1 = f["tpp"], f["r0"], f["r1"]
-    most, block_bytes = f["piece"] * tpp, sm.shape.block_bytes
-    blocks = (end - first) * f["kb"]
-    experts, side, left = ptx.ld_shared_b32(region(sm, "ids")), Int32(0), Int32(0)
-    for place in range(experts):
-        left += serves(sm, place, r0, r1)
-    left = left * ((blocks + most - 1) // most)
-    for place in range(experts):
-        if serves(sm, place, r0, r1) != 0:
-            done = Int32(0)
-            while done < blocks:
-                size = ptx.select(blocks - done < most, blocks - done, most)
-                if side == 0:
-                    wait_empty(sm, pos)
-                    if pos >= sm.batch["in_flight"]:
-                        wait_full(sm, pos - sm.batch["in_flight"])
-                if sm.lane == 0:
-                    expert = ptx.ld_shared_b32(region(sm, "ids") + 16 + place * 4)
-                    source = address_of(f, "weight") + Int64(expert) * address_of(f, "expert_stride")
-                    source = source + Int64(first * f["kb"] + done) * Int64(block_bytes)
-                    last = (side == 1) | (left == 1)
-                    ptx.mbarrier_expect_part(_full(sm, pos), size * block_bytes, last)
-                    ptx.bulk_copy(
-                        ring_slot(sm, pos) + side * (SLOT_BYTES // 2), source, size * block_bytes, _full(sm, pos)
-                    )
-                ptx.sync_warp()
-                left -= 1
-                done += most
-                side = side ^ 1
-                if (side == 0) | (left == 0):
-                    pos += 1
-                    side = Int32(0)
+def _down_experts(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+    """This SM's outputs of every expert that its batch rows picked, cut into pieces, two a slot."""
+    rows, block = Rows(f), f["piece"] * sm.shape.block_bytes
+    units, together, r0, r1 = (end - first) * rows.ppt, Int32(1), f["r0"], f["r1"]
+    if cutlass.const_expr(not sm.shape.mxfp4):
+        together = side_by_side(rows)
+    step = together * rows.tpp
+    left, side = served_experts(sm, r0, r1) * ((units + step - 1) // step), Int32(0)
+    slots = _most_slots(sm, (3 - together) * ptx.smaller(units, step) * block)
+    for place in range(ptx.ld_shared_b32(region(sm, "ids"))):
+        wanted = Int32(1)
+        if r1 - r0 != sm.shape.rows:
+            wanted = serves(sm, place, r0, r1)
+        done, tile, inside = ptx.select(wanted != 0, Int32(0), units), first, Int32(0)
+        while done < units:
+            count = ptx.smaller(units - done, step)
+            if side == 0:
+                _wait_turn(sm, pos, slots)
+            last = (side == 1) | (left == 1) | (together == 2)
+            if sm.lane == 0:
+                ptx.mbarrier_expect_part(_full(sm, pos), count * block, last)
+            ptx.sync_warp()
+            _down_piece(sm, f, rows, pos, side * f["second"], place, tile, inside, count)
+            tile, inside = _further(rows, tile, inside, count)
+            done, left, side = done + step, left - 1, side + together
+            if last:
+                pos, side = pos + 1, Int32(0)
     return pos
+
+
+@cute.jit
+def _down_piece(
+    sm: Sm, f: Fields, rows: Rows, pos: Int32, at: Int32, place: Int32, tile: Int32, inside: Int32, count: Int32
+):
+    stride = address_of(f, "expert_stride")
+    if cutlass.const_expr(sm.shape.mxfp4):
+        nbytes = f["piece"] * sm.shape.block_bytes
+        source = rows.weight + Int64(tile * rows.ppt + inside) * Int64(nbytes)
+        _put_piece(sm, pos, at, source, stride, place, count * nbytes)
+    else:
+        _copy_rows(sm, rows, pos, at, rows.weight + Int64(expert_at(sm, place)) * stride, tile, inside, count)

@@ -52,6 +52,10 @@ class TableView:
     def _address(self, what: str, subject) -> int:
         if isinstance(subject, Pool) and what != "pool":
             return {"pool stride": 1, "pool count": subject.shape[0], "page size": subject.shape[1]}[what]
+        if what in ("row bytes", "expert bytes"):  # of a weight that lies together
+            kind, weight = subject
+            *_, n, c = weight.shape if kind != "absorb" else (*weight.shape[:-2], weight.shape[-1], weight.shape[-2])
+            return -(-c // 32) * 64 * (1 if what == "row bytes" else -(-n // 8) * 8)
         if what == "int64":
             subject = [self._subjects[address][1] for address in subject]
         self._subjects.append((what, subject))

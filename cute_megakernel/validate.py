@@ -52,17 +52,8 @@ def validate(schedule: Schedule, outcomes: int = 2, seed: int = 0) -> None:
 def whole(schedule: Schedule, number: int) -> Part:
     """All units of a row, over all SMs."""
     row = schedule.rows[number]
-    if not row.item_units:
-        return Part(None, 0, max(0, row.units))
-    first = first_item(row) * row.item_units
-    return Part(None, first, first + row.units * row.item_units)
-
-
-def first_item(row: Row) -> int:
-    """First (batch row, head) item of an item row."""
-    first = row.args["first"]
-    assert isinstance(first, int)
-    return first
+    first = row.first or 0
+    return Part(None, first, first + max(0, row.units))
 
 
 def workers(schedule: Schedule, number: int) -> set[int]:
@@ -85,7 +76,7 @@ def check_units(schedule: Schedule) -> None:
             expect(same, where, "its heads are not those of the tiles behind it")
         elif row.units <= 0:
             expect(all(share == (0, 1) for share in ranges), where, "a row that every SM does is missing on some")
-        elif row.item_units:
+        elif row.first is not None:
             _check_items(row, where, ranges)
         else:
             _check_tiles(row, where, ranges)
@@ -105,11 +96,8 @@ def _check_tiles(row: Row, where: str, ranges: list[tuple[int, int]]) -> None:
 
 def _check_items(row: Row, where: str, ranges: list[tuple[int, int]]) -> None:
     busy = sorted(share for share in ranges if share[0] < share[1])
-    if row.code == Code.MIX:
-        expect(busy == [(0, 1)] * row.units, where, f"{len(busy)} SMs load it, {row.units} have an item")
-        return
-    first, n = first_item(row), row.item_units
-    want = [((first + i) * n, (first + i + 1) * n) for i in range(row.units)]
+    first = row.first or 0
+    want = [(item, item + 1) for item in range(first, first + row.units)]
     expect(busy == want, where, f"items are not {first} to {first + row.units - 1}, one an SM")
     expect(all(a == b for a, b in ranges if a >= b), where, "an SM without units is not marked as the kernel expects")
 
@@ -226,27 +214,13 @@ def _read_by_all(schedule: Schedule, view: TableView, number: int, seen: np.ndar
 
 def check_balance(schedule: Schedule) -> None:
     for number, row in enumerate(schedule.rows):
-        if row.units > 0 and not row.item_units:
+        if row.units > 0 and row.first is None:
             sizes = [max(0, share[number][1] - share[number][0]) for share in schedule.work]
             expect(max(sizes) - min(sizes) <= 1, label(number, row), f"{min(sizes)} to {max(sizes)} units on an SM")
     loads = [schedule.streamed_bytes(sm) for sm in range(schedule.shape.sms)]
-    bound = balance_bound(schedule)
+    bound = max([row.unit_bytes for row in schedule.rows if row.units > 0], default=0)
     spread = max(loads) - min(loads)
     expect(spread <= bound, "balance", f"SMs stream {min(loads)} to {max(loads)} bytes, which may differ by {bound}")
-
-
-def balance_bound(schedule: Schedule) -> int:
-    """The largest unit, where a unit of a KDA block is all that is streamed for a head; and one more head for every
-    block whose heads are dealt out in several turns, because the last turn goes to the SMs of the first."""
-    largest, late, item = 0, 0, 0
-    for row in schedule.rows:
-        if row.item_units and row.units > 0:
-            item = item + row.unit_bytes if row.code != Code.MIX else 0
-            largest = max(largest, item if first_item(row) == 0 else 0)
-            late += row.unit_bytes if first_item(row) > 0 and row.units < schedule.shape.sms else 0
-        elif row.units > 0:
-            largest = max(largest, row.unit_bytes)
-    return largest + late
 
 
 __all__ = ["ScheduleError", "validate", "whole", "workers"]

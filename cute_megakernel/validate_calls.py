@@ -41,9 +41,9 @@ def check_calls(schedule: Schedule) -> None:
 def _check_pieces(schedule: Schedule, where: str, rows: list[Row]) -> None:
     """The batch rows, or the (batch row, head) items, of the rows that share a call."""
     total = schedule.recording.rows
-    if rows[0].item_units:
+    if rows[0].first is not None:
         total *= schedule.shape.kda_heads
-        ranges = sorted((row.args["first"], row.args["first"] + row.units) for row in rows)
+        ranges = sorted((row.first, row.first + row.units) for row in rows if row.first is not None)
         expect(
             all(row.rows == (0, schedule.recording.rows) for row in rows),
             where,

@@ -1,20 +1,13 @@
-"""What rows hand on through the shared memory of an SM: x, the state of a head between the KDA rows, the list of
-experts. Where a launch may begin (`Schedule.part_starts`), nothing of that is left."""
+"""What rows hand on through the shared memory of an SM: x and the list of experts. Where a launch may begin
+(`Schedule.part_starts`), nothing of that is left."""
 
 from collections import defaultdict
 
-from cute_megakernel.footprint import Part, item_of
-from cute_megakernel.rows import Code, Epilogue, Row
+from cute_megakernel.footprint import Part
+from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
 from cute_megakernel.schedule_error import ScheduleError, expect, label
 from cute_megakernel.table_view import Fields, TableView
-
-NEEDS = {  # what of an item must be on the SM, and what the row leaves there
-    Code.CAUSAL_CONV1D: ((), ("q", "k", "v", "raw_beta", "dt_bias", "norm")),
-    Code.KDA_GATE: (("decay", "raw_beta", "dt_bias"), ("log_decay", "beta")),
-    Code.KDA_RECURRENT: (("q", "k", "v", "log_decay", "beta"), ("o",)),
-    Code.GATED_RMS_NORM: (("o", "gate", "norm"), ()),
-}
 
 
 def check_local(schedule: Schedule, view: TableView) -> None:
@@ -30,8 +23,6 @@ def check_local(schedule: Schedule, view: TableView) -> None:
             memory.put_x(row, f, parts)
         elif row.code in (Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN):
             memory.take_x(where, row, f, parts)
-        if row.code in NEEDS or (row.code == Code.LINEAR and f["epilogue"] == Epilogue.LOCAL):
-            memory.pass_item(where, row, f, parts)
         if row.code in (Code.MOE_ROUTER, Code.MOE_GATE_UP, Code.MOE_DOWN):
             memory.list_experts(where, row, f)
     memory.finish()
@@ -42,8 +33,8 @@ class Memory:
 
     def __init__(self, schedule: Schedule):
         self.schedule = schedule
-        self.x: list[tuple | None] = [None] * schedule.shape.sms
-        self.items: list[dict[str, tuple]] = [{} for _ in range(schedule.shape.sms)]
+        self.x: list[dict[int, tuple]] = [{} for _ in range(schedule.shape.sms)]  # by where in x it begins
+        self.ends: dict[tuple[int, int], int] = {}  # where what begins there ends
         self.lists: list[object] = []  # expert ids of the routers so far
         self.free = True
         self.served: dict[object, list[tuple[int, int]]] = defaultdict(list)
@@ -51,15 +42,22 @@ class Memory:
     def forget(self, where: str) -> None:
         """A launch may begin here: whatever is in shared memory is lost."""
         expect(self.free, where, "a launch may begin here, but the list of experts is in use")
-        self.x = [None] * self.schedule.shape.sms
-        self.items = [{} for _ in range(self.schedule.shape.sms)]
+        self.x = [{} for _ in range(self.schedule.shape.sms)]
 
     def put_x(self, row: Row, f: Fields, parts: list[Part]) -> None:
         for part in parts:
             assert part.sm is not None
-            self.x[part.sm] = (
-                None if row.code == Code.MLA_DECODE else self._key(row, f, part, row.code == Code.MLA_COMBINE)
-            )
+            held, at, shape = self.x[part.sm], f["x_at"], self.schedule.shape
+            if row.code == Code.MLA_DECODE:
+                held.clear()
+                continue
+            end = at + (row.rows[1] - row.rows[0]) * f["x_pitch"]
+            if row.code == Code.MLA_COMBINE:
+                end = shape.x_bytes
+            for other in [other for other in held if at <= other < end or (other < at < self.ends[part.sm, other])]:
+                del held[other]
+            held[at] = self._key(row, f, part, row.code == Code.MLA_COMBINE)
+            self.ends[part.sm, at] = end
 
     def _key(self, row: Row, f: Fields, part: Part, heads: bool) -> tuple:
         if not heads:
@@ -72,25 +70,9 @@ class Memory:
         local = row.code == Code.LINEAR and f["local"] != 0
         for part in parts:
             assert part.sm is not None
-            held, want = self.x[part.sm], self._key(row, f, part, local)
+            held, want = self.x[part.sm].get(f["x_at"]), self._key(row, f, part, local)
             if held != want:
                 raise ScheduleError(f"{where}: SM {part.sm} holds {_show(held)}, not {_show(want)}")
-
-    def pass_item(self, where: str, row: Row, f: Fields, parts: list[Part]) -> None:
-        needs, leaves = NEEDS.get(row.code, ((), (str(row.args.get("local")),)))
-        if row.code == Code.CAUSAL_CONV1D and f["gate"] >= 0:
-            leaves = (*leaves, "gate")
-        for part in parts:
-            assert part.sm is not None
-            expect((part.end - part.first) == row.item_units, where, f"SM {part.sm} has more than one item")
-            item = (row.place, *item_of(self.schedule.shape, part.first // row.item_units))
-            held = self.items[part.sm]
-            for name in needs:
-                if held.get(name) != item:
-                    raise ScheduleError(f"{where}: SM {part.sm}: {name} of batch row and head {item[1:]} is not there")
-                del held[name]  # used once; a second use would be of another item
-            for name in leaves:
-                held[name] = item
 
     def list_experts(self, where: str, row: Row, f: Fields) -> None:
         """The list is made, used by its own layer, and free again when its last row is done."""

@@ -26,7 +26,7 @@ def router_outcomes(schedule: Schedule, count: int, seed: int) -> Iterator[Outco
 
 
 def check_ring(schedule: Schedule, view: TableView, outcomes: list[Outcome]) -> None:
-    codes = (Code.LINEAR, Code.KDA_RECURRENT, Code.MOE_ROUTER, *EXPERT_ROWS)
+    codes = (Code.LINEAR, Code.KDA_HEAD, Code.MOE_ROUTER, *EXPERT_ROWS)
     numbers = [number for number, row in enumerate(schedule.rows) if row.code in codes]
     known: dict[tuple, int] = {}
     for outcome in outcomes:
@@ -63,7 +63,7 @@ def _decides(code: Code, sm: int, first: int, outcome: Outcome) -> tuple:
     """What the number of slots depends on besides the number of units."""
     if code == Code.MOE_GATE_UP:
         return sm, outcome
-    return (first, outcome) if code == Code.KDA_RECURRENT else (outcome,) if code == Code.MOE_DOWN else ()
+    return (first, outcome) if code == Code.KDA_HEAD else (outcome,) if code == Code.MOE_DOWN else ()
 
 
 def _slots(schedule: Schedule, row: Row, f: Fields, part: Part, outcome: Outcome, where: str) -> int:

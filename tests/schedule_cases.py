@@ -84,7 +84,7 @@ def busy(schedule: Schedule, number: int) -> list[int]:
 
 
 def _tiled(row: Row) -> bool:
-    return row.units > 0 and not row.item_units
+    return row.units > 0 and row.first is None
 
 
 def _change_share(schedule: Schedule, rng: random.Random, change: Callable) -> None:
@@ -106,16 +106,15 @@ def shifted_units(schedule: Schedule, rng: random.Random) -> None:
 
 
 def lost_item(schedule: Schedule, rng: random.Random) -> None:
-    number = pick(numbered(schedule, lambda row: row.item_units > 0), rng)
+    number = pick(numbered(schedule, lambda row: row.first is not None), rng)
     schedule.work[pick(busy(schedule, number), rng)][number] = (0, 0)
 
 
-def item_on_another_sm(schedule: Schedule, rng: random.Random) -> None:
-    """A row of the chain of a head goes to the SM of another head."""
-    number = pick(numbered(schedule, lambda row: row.item_units > 0 and row.units > 1 and row.code != Code.MIX), rng)
+def item_done_twice(schedule: Schedule, rng: random.Random) -> None:
+    """An SM has the item of another one."""
+    number = pick(numbered(schedule, lambda row: row.first is not None and row.units > 1), rng)
     one, two = rng.sample(busy(schedule, number), 2)
-    work = schedule.work
-    work[one][number], work[two][number] = work[two][number], work[one][number]
+    schedule.work[one][number] = schedule.work[two][number]
 
 
 def lost_share_of_a_mix(schedule: Schedule, rng: random.Random) -> None:
@@ -143,21 +142,14 @@ def swapped_rows(schedule: Schedule, rng: random.Random) -> None:
         shares[number], shares[number + 1] = shares[number + 1], shares[number]
 
 
-CHAINED = {
-    (Code.KDA_GATE, Code.KDA_RECURRENT),
-    (Code.KDA_RECURRENT, Code.GATED_RMS_NORM),
-    (Code.MLA_DECODE, Code.MLA_COMBINE),
-}
-
-
 def depends(later: Row, earlier: Row) -> bool:
-    """Whether the row needs the one right before it: its words, its x, its head or its list of experts."""
+    """Whether the row needs the one right before it: its words, its x or its list of experts."""
     written = {buffer.index for buffer in earlier.writes}
     reads = any(view.buffer.index in written for view in later.reads)
     takes_x = earlier.code in (Code.MIX, Code.MLA_COMBINE) and later.code not in (Code.MIX, Code.BANK_SCORES)
     takes_x = takes_x and later.x is not None and later.x == earlier.x
     scores = earlier.code == Code.BANK_SCORES and later.code == Code.MIX
-    return reads or takes_x or scores or (earlier.code, later.code) in CHAINED
+    return reads or takes_x or scores or (earlier.code, later.code) == (Code.MLA_DECODE, Code.MLA_COMBINE)
 
 
 def row_before_its_input(schedule: Schedule, rng: random.Random) -> None:
@@ -287,7 +279,7 @@ def small_x(schedule: Schedule, rng: random.Random) -> None:
 
 
 MUTATIONS = (
-    lost_unit, unit_done_twice, shifted_units, lost_item, item_on_another_sm, lost_share_of_a_mix, lost_row,
+    lost_unit, unit_done_twice, shifted_units, lost_item, item_done_twice, lost_share_of_a_mix, lost_row,
     repeated_row, swapped_rows, row_before_its_input, short_place, overlapping_places, overlapping_extra, no_room,
     wrong_x, wrong_source, wrong_batch_rows, lost_bank_score, score_of_another_mix, reused_tag_of_parts,
     list_not_given_back, lost_call, wrong_number, wrong_weight, no_ring,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cute_megakernel.images import MAX_SCALE, ImageError, image, mxfp4_blocks, paired, tiles
+from cute_megakernel.images import MAX_SCALE, ImageError, image, mxfp4_blocks, pair_rows, paired
 from cute_megakernel.lowering import lower
 from cute_megakernel.megakernel import Images
 from cute_megakernel.recording import Weight, record_local_step
@@ -25,16 +25,16 @@ def bits(shape, seed: int) -> torch.Tensor:
     return torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16).view(BF16)
 
 
-def from_tiles(tiled: torch.Tensor, n: int, c: int) -> torch.Tensor:
-    """[..., N/8, C/32, 8, 32]: output 8t + i, input 32b + j at [t, b, i, j]; zeros beyond N and C."""
-    assert tiled.is_contiguous() and tiled.shape[-2:] == (8, 32)
-    rows, columns = torch.arange(tiled.shape[-4] * 8), torch.arange(tiled.shape[-3] * 32)
-    at = (rows[:, None] // 8, columns // 32, rows[:, None] % 8, columns % 32)
-    whole = tiled[(..., *at)]
-    padding = whole.clone().view(torch.int16)
-    padding[..., :n, :c] = 0
+def from_rows(held: torch.Tensor, n: int, c: int, halves: int = 1) -> torch.Tensor:
+    """[..., N, C] of rows that end in zeros: whole tiles of 8 outputs, taken from each half in turn, and 32 inputs."""
+    part = held.shape[-2] // halves
+    assert part * halves == held.shape[-2] and part % (8 // halves) == 0 and held.shape[-1] % 32 == 0
+    assert held.stride(-1) == 1 and all(2 * stride % 16 == 0 for stride in held.stride()[:-1])
+    parts = held.unflatten(-2, (halves, part))
+    padding = parts.clone().view(torch.int16)
+    padding[..., : n // halves, :c] = 0
     assert not padding.any()
-    return whole[..., :n, :c]
+    return parts[..., : n // halves, :c].flatten(-3, -2)
 
 
 def from_mxfp4(image_bytes: torch.Tensor, n: int, c: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,44 +43,59 @@ def from_mxfp4(image_bytes: torch.Tensor, n: int, c: int) -> tuple[torch.Tensor,
     raw = image_bytes[..., :256].long().unflatten(-1, (8, 4, 2, 4))  # output, quad, half, byte
     words = sum(raw[..., b] << (8 * b) for b in range(4))  # [..., N/8, C/64, 8, quad, half]
     codes = torch.zeros(*words.shape, 8, dtype=torch.uint8)
+    first, last = words.unbind(-1)
     for place in range(8):
         pair, odd = divmod(place, 2)
-        half = words >> (16 * odd)
         if pair < 3:
-            sign, size = half >> (15 - 3 * pair) & 1, half >> (6 - 3 * pair) & 7
+            half = words >> (16 * odd)
+            codes[..., place] = (half >> (15 - 3 * pair) & 1) << 3 | half >> (6 - 3 * pair) & 7
         else:
-            sign, size = half >> 14 & 1, (half >> 13 & 1) << 2 | half >> 10 & 3
-        codes[..., place] = sign << 3 | size
+            low, high = first >> (16 * odd), last >> (16 * odd)
+            codes[..., 0, place] = (low >> 14 & 1) << 3 | (high >> 13 & 3) << 1 | low >> 13 & 1
+            codes[..., 1, place] = (low >> 11 & 1) << 3 | (high >> 10 & 3) << 1 | low >> 10 & 1
     codes = codes.transpose(-2, -3).flatten(-3)  # [..., N/8, C/64, 8, 64]
     codes = codes.transpose(-2, -3).flatten(-2).flatten(-3, -2)
     scales = image_bytes[..., 256:].unflatten(-1, (8, 2)).transpose(-2, -3).flatten(-2).flatten(-3, -2)
     padding = codes.clone()
     padding[..., :n, :c] = 0
     assert not padding.any()
-    return codes[..., :n, :c], scales[..., :n, : -(-c // 32)]
+    return codes[..., :n, :c], scales[..., :n, : -(-c // 32)] - 1
 
 
 @given(n=small, c=small, batch=st.integers(1, 3), seed=seeds)
-def test_tiles_hold_the_weight(n, c, batch, seed):
+def test_rows_hold_the_weight(n, c, batch, seed):
     weight = bits((batch, n, c), seed)
-    assert_same_bits(from_tiles(tiles(weight), n, c), weight)
-    assert_same_bits(from_tiles(image("expand", weight), n, c), weight)
-    assert_same_bits(from_tiles(image("tiles", weight[0]), n, c), weight[0])
-    assert_same_bits(from_tiles(image("experts", weight), n, c), weight)
+    assert_same_bits(from_rows(image("expand", weight), n, c), weight)
+    assert_same_bits(from_rows(image("tiles", weight[0]), n, c), weight[0])
+    assert_same_bits(from_rows(image("experts", weight), n, c), weight)
 
 
 @given(n=small, c=small, heads=st.integers(1, 3), seed=seeds)
 def test_absorb_is_the_transpose_of_each_head(n, c, heads, seed):
     weight = bits((heads, n, c), seed)
-    assert_same_bits(from_tiles(image("absorb", weight), c, n).transpose(-1, -2), weight)
+    held = image("absorb", weight)
+    assert held.is_contiguous()
+    assert_same_bits(from_rows(held, c, n).transpose(-1, -2), weight)
 
 
 @given(n=small, c=small, seed=seeds)
-def test_paired_rows_alternate(n, c, seed):
+def test_halves_of_pairs_are_whole_tiles_each(n, c, seed):
     weight = bits((2 * n, c), seed)
-    mixed = from_tiles(image("paired tiles", weight), 2 * n, c)
-    assert_same_bits(mixed[0::2], weight[:n], "gate")
-    assert_same_bits(mixed[1::2], weight[n:], "up")
+    held = image("paired tiles", weight)
+    assert held.shape[-2] == 2 * pair_rows(2 * n)
+    assert_same_bits(from_rows(held, 2 * n, c, halves=2), weight)
+
+
+@given(n=st.integers(1, 6), c=st.integers(1, 4), extra=st.integers(0, 3), first=st.integers(0, 5), seed=seeds)
+def test_whole_tiles_are_not_copied(n, c, extra, first, seed):
+    """Rows of a larger matrix, and experts of a larger stack."""
+    whole = bits((3, 8 * (n + first), 32 * c + 8 * extra), seed)
+    for kind, part in (("tiles", whole[1, 8 * first :, : 32 * c]), ("paired experts", whole[:, 8 * first :, : 32 * c])):
+        held = image(kind, part)
+        assert held.data_ptr() == part.data_ptr() and held.stride() == part.stride(), kind
+    odd = whole.flatten()[4:].as_strided((8, 32), (32 * c + 8 * extra, 1))
+    assert odd.data_ptr() % 16 == 8 and image("tiles", odd).data_ptr() % 16 == 0
+    assert_same_bits(image("tiles", odd), odd)
 
 
 def random_mxfp4(shape: tuple, seed: int, high: int = MAX_SCALE + 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -121,7 +136,7 @@ def test_every_code_at_every_place_of_a_word():
 def test_scales_that_the_decoder_cannot_hold_are_refused(scale, at):
     _, packed, scales = random_mxfp4((8, 32), 0)
     scales[at, 0] = scale
-    with pytest.raises(ImageError, match=rf"above 2\^1 or NaN: got E8M0 code {scale}"):
+    with pytest.raises(ImageError, match=rf"above 2\^126 or NaN: got E8M0 code {scale}"):
         image("experts", packed, scales)
 
 
@@ -139,15 +154,15 @@ def test_the_images_of_a_whole_model_are_its_weights(family, tmp_path):
         assert made is images.image(kind, weight, scale), "made once"
         plain = read(images, weight)
         n, c = plain.shape[-2:]
-        if kind.startswith("paired"):
-            plain = paired(plain)
         if scale is not None:
+            plain = paired(plain) if kind.startswith("paired") else plain
             codes = torch.stack([plain & 15, plain >> 4], dim=-1).flatten(-2)
             assert_same_bits(from_mxfp4(made, n, 2 * c)[0], codes, row.name)
         elif kind == "absorb":
-            assert_same_bits(from_tiles(made, c, n).transpose(-1, -2), plain, row.name)
+            assert_same_bits(from_rows(made, c, n).transpose(-1, -2), plain, row.name)
         else:
-            assert_same_bits(from_tiles(made, n, c), plain, row.name)
+            halves = 2 if kind.startswith("paired") else 1
+            assert_same_bits(from_rows(made, n, c, halves), plain, row.name)
 
 
 def read(images: Images, weight: Weight) -> torch.Tensor:

@@ -29,6 +29,7 @@ def test_every_handler_is_a_stage_file():
     stages = {path.stem for path in (ROOT / "cute_megakernel/stages").glob("*.py")}
     assert {code.name.lower() for code in Code} <= stages
     assert {"situ", "swiglu", "output_gate"} <= stages
+    assert {"causal_conv1d", "kda_gate", "kda_recurrent", "gated_rms_norm"} <= stages
 
 
 @pytest.mark.parametrize("rows", (1, 5))

@@ -18,11 +18,11 @@ class OneRow(dict):
 @st.composite
 def ring_rows(draw):
     """A row of any code with any sizes, and what the router chose."""
-    code = draw(st.sampled_from((Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_RECURRENT)))
+    code = draw(st.sampled_from((Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_HEAD)))
     rows, experts = draw(st.integers(1, 8)), draw(st.sampled_from((8, 24, 896)))
     top_k, mxfp4 = draw(st.integers(1, 8)), draw(st.booleans())
     sms, dim = draw(st.sampled_from((1, 3, 132))), draw(st.sampled_from((32, 64, 128)))
-    shape = KernelShape(rows, 160, 4, dim, 2, 48, 32, 16, experts, top_k, mxfp4, 20480, sms, 4)
+    shape = KernelShape(rows, 160, 4, dim, 2, 48, 32, 16, experts, top_k, mxfp4, 20480, sms, 4, draw(st.booleans()))
     picks = draw(st.lists(st.permutations(range(min(experts, 12))), min_size=rows, max_size=rows))
     live = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     kb, r0 = draw(st.integers(1, 300)), draw(st.integers(0, rows - 1))

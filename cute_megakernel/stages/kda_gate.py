@@ -1,4 +1,4 @@
-"""kda_gate_bounded and kda_gate_softplus of one head, from and to shared memory.
+"""kda_gate_bounded and kda_gate_softplus.
 
     log_decay = bound * sigmoid(rate * (raw + dt))      rate = exp(A_log), at most the largest float32
     log_decay = -rate * softplus(raw + dt)              where bound is 0
@@ -8,32 +8,25 @@ Source   DESIGN.md section 5
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Fields, Sm, exp, float_of, sigmoid
-from cute_megakernel.stages.kda_head import local, number, put
+from cute_megakernel.core import exp, sigmoid
+
+
+def decay_rate(A_log: Float32) -> Float32:
+    return ptx.fmin(exp(A_log), Float32(3.4028234663852886e38))
 
 
 @cute.jit
-def kda_gate(sm: Sm, f: Fields, item: Int32):
-    """log_decay = bound * sigmoid(rate * (raw + dt)), or -rate * softplus(raw + dt) where bound is 0; beta."""
-    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
-    r, h = item // H, item % H
-    bound = float_of(f, "p0")
-    if sm.thread < K:
-        rate = ptx.fmin(exp(ptx.ld_shared_f32(number(sm, 1))), Float32(3.4028234663852886e38))
-        dt = ptx.ld_shared_f32(local(sm, "dt_bias") + sm.thread * 4)
-        raw = ptx.ld_shared_f32(local(sm, "decay") + sm.thread * 4) + dt
-        decay = bound * sigmoid(rate * raw)
-        if bound == Float32(0.0):
-            decay = Float32(0.0) - rate * softplus(raw)
-        ptx.st_shared_f32(local(sm, "log_decay") + sm.thread * 4, decay)
-        put(sm, f, "dst", "dst_pitch", r, h * K + sm.thread, decay)
-    if sm.thread == K:
-        beta = sigmoid(ptx.ld_shared_f32(number(sm, 0)))
-        ptx.st_shared_f32(number(sm, 0), beta)
-        put(sm, f, "tap", "tap_pitch", r, h, beta)
+def log_decays(bound: Float32, rate: Float32, first: Float32, second: Float32):
+    """log_decay of two channels from their raw + dt."""
+    low, high = Float32(0.0), Float32(0.0)
+    if bound == Float32(0.0):
+        low, high = Float32(0.0) - rate * softplus(first), Float32(0.0) - rate * softplus(second)
+    else:
+        low, high = bound * sigmoid(rate * first), bound * sigmoid(rate * second)
+    return low, high
 
 
 @cute.jit

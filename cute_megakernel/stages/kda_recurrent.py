@@ -2,7 +2,9 @@
 
     S = S * exp(log_decay)      c = beta * (v - S k)      o = S q + (k . q) c      S = S + c k^T
 
-The state streams like a weight, because its address is known when the launch begins: it is there before q, k and v are.
+Value rows of the state are dealt out over the warps, key channels over the lanes. The state streams like a weight,
+because its address is known when the launch begins: it is in registers before q, k and v are there. The decay goes to
+k and q first, and to the state when y is gone; their lengths come in behind the sums.
 
 Source   DESIGN.md section 5; fla-org/flash-linear-attention fla/ops/kda/naive.py for the order
 """
@@ -12,90 +14,103 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_megakernel import ptx
-from cute_megakernel.core import (
-    Fields,
-    Sm,
-    address_of,
-    exp,
-    first_own,
-    release,
-    ring_slot,
-    sync,
-    wait_full,
-    warp_sum,
-    warp_sums,
-)
-from cute_megakernel.shape import CONSUMER_WARPS, STATE_BYTES
-from cute_megakernel.stages.kda_head import is_new, local, number, put, slot_of_row
+from cute_megakernel.core import Fields, Sm, address_of, warp_sums
+from cute_megakernel.shape import CONSUMER_WARPS
 
 L2_EPS = 1.0e-6
 
 
 @cute.jit
-def kda_recurrent(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
-    """Decay, predict, correct, read: value rows of the state over the warps, its key channels over the lanes."""
-    K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
-    per_lane = K // 32
-    slot_rows = min(STATE_BYTES // (4 * K), K)
-    slots = K // slot_rows
-    warp_rows = slot_rows // CONSUMER_WARPS
-    r, h = item // H, item % H
-    slot = slot_of_row(sm, f, r)
-    state = cute.make_rmem_tensor(slots * warp_rows * per_lane, Float32)
-    for i in cutlass.range_constexpr(slots * warp_rows * per_lane):
-        state[i] = Float32(0.0)
-    if (slot >= 0) & (is_new(sm, r) == 0):
-        for s in cutlass.range_constexpr(slots):
-            wait_full(sm, pos)
-            base = ring_slot(sm, pos) + sm.lane * (4 * per_lane)
-            for v in cutlass.range_constexpr(warp_rows):
-                _load_row(base + (sm.warp * warp_rows + v) * (4 * K), state, (s * warp_rows + v) * per_lane, per_lane)
-            sync(sm)  # all warps have read the slot
-            if first_own(sm, pos) == 0:
-                release(sm, pos)
-            pos += 1
-    q, k, decay = _load_lane(sm, "q", per_lane), _load_lane(sm, "k", per_lane), _load_lane(sm, "log_decay", per_lane)
-    qq, kk, kq = Float32(0.0), Float32(0.0), Float32(0.0)
+def lengths(q: cute.Tensor, k: cute.Tensor, per_lane: cutlass.Constexpr):
+    """Scales that give q and k unit length, that of q with the scale of attention; and the product of the two then."""
+    sums = cute.make_rmem_tensor(3, Float32)
+    for i in cutlass.range_constexpr(3):
+        sums[i] = Float32(0.0)
     for i in cutlass.range_constexpr(per_lane):
-        qq, kk = qq + q[i] * q[i], kk + k[i] * k[i]
-    q_scale = ptx.rsqrt_approx(warp_sum(qq) + Float32(L2_EPS)) * Float32(K**-0.5)
-    k_scale = ptx.rsqrt_approx(warp_sum(kk) + Float32(L2_EPS))
-    for i in cutlass.range_constexpr(per_lane):
-        q[i], k[i], decay[i] = q[i] * q_scale, k[i] * k_scale, exp(decay[i])
-        kq = kq + q[i] * k[i]
-    kq = warp_sum(kq)
-    beta = ptx.ld_shared_f32(number(sm, 0))
-    pool = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-    count = slots * warp_rows
-    seen, read = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
-    for v in cutlass.range_constexpr(count):
-        seen[v], read[v] = Float32(0.0), Float32(0.0)
-        for i in cutlass.range_constexpr(per_lane):
-            at = v * per_lane + i
-            state[at] = state[at] * decay[i]
-            seen[v], read[v] = seen[v] + state[at] * k[i], read[v] + state[at] * q[i]
-    warp_sums(seen, count)
-    warp_sums(read, count)
-    for v in cutlass.range_constexpr(count):
-        value_row = (v // warp_rows) * slot_rows + sm.warp * warp_rows + v % warp_rows
-        value = ptx.ld_shared_f32(local(sm, "v") + value_row * 4)
-        correction = beta * (value - seen[v])
-        o = ptx.select_f32(slot < 0, Float32(0.0), read[v] + kq * correction)
-        for i in cutlass.range_constexpr(per_lane):
-            state[v * per_lane + i] = state[v * per_lane + i] + correction * k[i]
-        if slot >= 0:
-            _store_row(pool + Int64(value_row * K + sm.lane * per_lane) * 4, state, v * per_lane, per_lane)
-        if sm.lane == 0:
-            ptx.st_shared_f32(local(sm, "o") + value_row * 4, o)
-            put(sm, f, "dst", "dst_pitch", r, h * K + value_row, o)
-    return pos
+        sums[0], sums[1], sums[2] = sums[0] + q[i] * q[i], sums[1] + k[i] * k[i], sums[2] + k[i] * q[i]
+    warp_sums(sums, 3)
+    q_scale = ptx.rsqrt_approx(sums[0] + Float32(L2_EPS)) * Float32((32 * per_lane) ** -0.5)
+    k_scale = ptx.rsqrt_approx(sums[1] + Float32(L2_EPS))
+    return q_scale, k_scale, sums[2] * q_scale * k_scale
 
 
 @cute.jit
-def _load_lane(sm: Sm, name: cutlass.Constexpr, per_lane: cutlass.Constexpr):
-    """This lane's channels of a local vector."""
+def correct(
+    sm: Sm, state: cute.Tensor, q: cute.Tensor, k: cute.Tensor, decay: cute.Tensor, value: Float32, numbers: tuple
+):
+    """Predict, correct, read. `value` is of row `lane // (16 // rows) % rows` of this warp; `numbers` are beta and what
+    `lengths` returns. -> c with the scale of k, and o, of that row"""
+    beta, q_scale, k_scale, kq = numbers
+    per_lane, rows = sm.shape.kda_head_dim // 32, sm.shape.kda_head_dim // CONSUMER_WARPS
+    totals = cute.make_rmem_tensor(2 * rows, Float32)
+    for v in cutlass.range_constexpr(rows):
+        totals[v], totals[rows + v] = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(per_lane):
+            totals[v] = totals[v] + state[v * per_lane + i] * (k[i] * decay[i])
+            totals[rows + v] = totals[rows + v] + state[v * per_lane + i] * (q[i] * decay[i])
+    total = _sums_by_lane(totals, 2 * rows, sm.lane)
+    other = ptx.shfl_xor(total, 16)
+    seen = ptx.select_f32(sm.lane < 16, total, other) * k_scale
+    read = ptx.select_f32(sm.lane < 16, other, total) * q_scale
+    correction = beta * (value - seen)
+    return correction * k_scale, read + kq * correction
+
+
+@cute.jit
+def _sums_by_lane(values: cute.Tensor, count: cutlass.Constexpr, lane: Int32) -> Float32:
+    """Sums over the warp of `count` numbers, a power of 2. -> in lane l the sum of number l * count / 32
+
+    In every step a lane gives half of what it has left to a lane that takes it over.
+    """
+    for step in cutlass.range_constexpr(5):
+        mask, half = 16 >> step, count >> (step + 1)
+        if cutlass.const_expr(half > 0):
+            upper = lane & mask != 0
+            for i in cutlass.range_constexpr(half):
+                mine = ptx.select_f32(upper, values[i + half], values[i])
+                given = ptx.select_f32(upper, values[i], values[i + half])
+                values[i] = mine + ptx.shfl_xor(given, mask)
+        else:
+            values[0] = values[0] + ptx.shfl_xor(values[0], mask)
+    return values[0]
+
+
+@cute.jit
+def advance(
+    state: cute.Tensor, k: cute.Tensor, decay: cute.Tensor, correction: Float32, rows: cutlass.Constexpr
+):  # fmt: skip
+    """The state after the step; lanes hold the corrections as `correct` left them."""
+    per_lane = rows * CONSUMER_WARPS // 32
+    for v in cutlass.range_constexpr(rows):
+        c = ptx.shfl_f32(correction, v * (16 // rows))
+        for i in cutlass.range_constexpr(per_lane):
+            state[v * per_lane + i] = state[v * per_lane + i] * decay[i] + c * k[i]
+
+
+@cute.jit
+def load_rows(sm: Sm, address: Int32, state: cute.Tensor):
+    """This warp's rows of the state from its place in the ring."""
+    K = sm.shape.kda_head_dim
+    for v in cutlass.range_constexpr(K // CONSUMER_WARPS):
+        _load_row(address + v * (4 * K) + sm.lane * (K // 8), state, v * (K // 32), K // 32)
+
+
+@cute.jit
+def store_rows(sm: Sm, f: Fields, h: Int32, slot: Int32, state: cute.Tensor):
+    """This warp's rows to the pool."""
+    K = sm.shape.kda_head_dim
+    per_lane, rows = K // 32, K // CONSUMER_WARPS
+    pool = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
+    pool = pool + Int64(sm.warp * (rows * 4 * K) + sm.lane * (4 * per_lane))
+    for v in cutlass.range_constexpr(rows):
+        _store_row(pool + v * (4 * K), state, v * per_lane, per_lane)
+
+
+@cute.jit
+def load_lane(address: Int32, lane: Int32, per_lane: cutlass.Constexpr):
+    """This lane's channels of a vector in shared memory."""
     values = cute.make_rmem_tensor(per_lane, Float32)
-    _load_row(local(sm, name) + sm.lane * (4 * per_lane), values, 0, per_lane)
+    _load_row(address + lane * (4 * per_lane), values, 0, per_lane)
     return values
 
 

@@ -179,8 +179,8 @@ def _scores(sm: Sm, count: Int32):
             for i in cutlass.range_constexpr(some):
                 lo = ptx.ld_shared_v4_b32(query + 64 * (first + i))
                 hi = ptx.ld_shared_v4_b32(query + 8 * query_pitch(sm) + 64 * (first + i))
-                c = ptx.mma_bf16_full(c, (lo[0], hi[0], lo[1], hi[1]), (cached[4 * i], cached[4 * i + 1]))
-                d = ptx.mma_bf16_full(d, (lo[2], hi[2], lo[3], hi[3]), (cached[4 * i + 2], cached[4 * i + 3]))
+                c = ptx.mma_bf16(c, (lo[0], hi[0], lo[1], hi[1]), (cached[4 * i], cached[4 * i + 1]))
+                d = ptx.mma_bf16(d, (lo[2], hi[2], lo[3], hi[3]), (cached[4 * i + 2], cached[4 * i + 3]))
         at = probability(sm, sm.group, sm.warp * 8 + 2 * sm.quad)
         ptx.st_shared_v2_f32(at, c[0] + d[0], c[1] + d[1])
         ptx.st_shared_v2_f32(at + 8 * DECODE_TOKENS * 4, c[2] + d[2], c[3] + d[3])

@@ -6,14 +6,26 @@ once the router has decided, to the streaming warp as well.
 Rounding   float32 sums; gate and up to bfloat16, the activation to bfloat16
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_megakernel import ptx
-from cute_megakernel.core import Fields, Sm, first_own, pass_by, region, release, ring_slot, sync, wait_full
+from cute_megakernel.core import (
+    Fields,
+    Sm,
+    first_phase,
+    first_piece,
+    own_slot,
+    pass_by,
+    region,
+    release_own,
+    sync,
+    wait_own,
+)
 from cute_megakernel.stages.linear import activated
 from cute_megakernel.stages.moe_router import NOT_PICKED
-from cute_megakernel.stages.tiles import add_sums, multiply, put_sums, unit_of_thread, x_address
+from cute_megakernel.stages.tiles import add_sums, lane_weights, multiply, put_sums, unit_of_thread, x_address
 
 
 def share(sm: Sm, experts: Int32, total: Int32):
@@ -26,37 +38,39 @@ def share(sm: Sm, experts: Int32, total: Int32):
 def moe_gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
     rows, ppt = f["r1"] - f["r0"], f["ppt"]
     low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), f["total"])
-    pieces = (high - low) * ppt
-    slots = (pieces + 1) // 2
-    own, start, turn = first_own(sm, pos), low, Int32(0)
+    pieces, end = (high - low) * ppt, Int32(0)
+    piece, phase = first_piece(sm, pos), first_phase(sm, pos)
+    start, turn = low, Int32(0)
     while start < high:
-        count = ptx.select(high - start < f["group_tiles"], high - start, f["group_tiles"])
-        while 2 * own + (sm.warp & 1) < (start + count - low) * ppt:
-            _piece(sm, f, pos + own, 2 * own + (sm.warp & 1), turn * sm.shape.sums - (start - low) * ppt)
-            own += sm.shape.slots
+        count = ptx.smaller(high - start, f["group_tiles"])
+        end = ptx.smaller(end + f["group_pieces"], pieces)
+        while piece < end:
+            _piece(sm, f, phase, piece, turn * sm.shape.sums - (start - low) * ppt)
+            piece, phase = piece + 2 * sm.shape.slots, phase ^ 1
         sync(sm)
-        place, row, half, mine = unit_of_thread(sm, count)
-        if mine & (row < rows):
+        place, row, half = unit_of_thread(sm)
+        if (place < count) & (row < rows):
             _finish(sm, f, turn * sm.shape.sums + place * ppt, start + place, row, half)
         turn = turn ^ 1
         start += count
-    pass_by(sm, pos, own, slots)
+    slots = (pieces + 1) >> 1
+    pass_by(sm, phase, piece, slots)
     return pos + slots
 
 
 @cute.jit
-def _piece(sm: Sm, f: Fields, pos: Int32, piece: Int32, entry: Int32):
+def _piece(sm: Sm, f: Fields, phase: Int32, piece: Int32, entry: Int32):
     """One piece of this SM's tiles; its sums go to `entry` + piece."""
-    rows, blocks = f["r1"] - f["r0"], f["piece"]
-    inside = ptx.select(sm.group < rows, Int32(1), Int32(0))
-    step = inside * (128 if sm.shape.mxfp4 else 64)
+    blocks = f["piece"]
     in_tile = piece - ((piece * f["magic"]) >> 20) * f["ppt"]
-    wait_full(sm, pos)
-    address = ring_slot(sm, pos) + (piece & 1) * (blocks * sm.shape.block_bytes)
-    x = x_address(sm, f["x_pitch"], rows) + in_tile * blocks * step
-    c0, c1 = multiply(sm, address, x, step, blocks, sm.shape.mxfp4)
-    put_sums(sm, entry + piece, c0, c1)
-    release(sm, pos)
+    x, second = x_address(sm, f, f["r1"] - f["r0"], sm.shape.mxfp4)
+    x = x + in_tile * blocks * (128 if sm.shape.mxfp4 else 64)
+    wait_own(sm, phase)
+    address = own_slot(sm) + (sm.warp & 1) * f["second"]
+    if cutlass.const_expr(not sm.shape.mxfp4):
+        address = address + lane_weights(sm, f["pitch"])
+    put_sums(sm, entry + piece, multiply(sm, address, x, second, blocks, sm.shape.mxfp4))
+    release_own(sm)
 
 
 @cute.jit
