@@ -5,8 +5,9 @@
     schedule.py    rows, the share of each SM, and where every activation lives
     encode.py      rows as the words of `table.py` that the kernel reads
     images.py      weights in the order in which they are streamed
-    kernel.py      the launch; `core.py`, `stream.py` and `stages/` are its parts, `ptx.py` its instructions
-    megakernel.py  one instance: memory, compiled kernel, steps, errors
+    kernel.py      the kernel; `core.py`, `stream.py` and `stages/` are its parts, `ptx.py` its instructions
+    build.py       compiles it and proves the schedule, once: `cache.py` keeps both; `launch.py` launches it
+    megakernel.py  one instance: memory, kernel, steps, errors; `alone.py` makes one op a launch of its own
 
-All but the parts of the launch imports without the DSL and without a GPU.
+All but the parts of the kernel imports without the DSL and without a GPU.
 """

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 
 class Emulator:
-    """`config`, `weights` and `state` are one rank's, on the CPU, in bfloat16."""
+    """`config`, `weights` and `state` are one rank's, on the CPU, in bfloat16. `taps`: norms hand on what they make."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class Emulator:
         seed: int = 0,
         order: str = "random",
         schedule: Schedule | None = None,
+        taps: bool = False,
     ):
         if config.dtype != torch.bfloat16:
             raise ValueError(f"Emulator: dtype must be bfloat16, got {config.dtype}")
@@ -52,15 +53,24 @@ class Emulator:
             raise ValueError(f"Emulator: order must be one of {ORDERS}, got {order!r}")
         if schedule is None:
             schedule = make_schedule(record_local_step(config, weights, rows), config, sms)
-        self.schedule, self.view, self.order = schedule, TableView(schedule), order
+        self.schedule, self.view, self.order = schedule, TableView(schedule, taps), order
         self.weights, self.state = weights, state
         self._random = random.Random(seed)
         self._waits: dict[tuple[int, int], Words] = {}
 
     def step(self, tokens: Tensor, batch: Batch) -> StepOutput:
         """One launch. Raises EmulationError where it could not finish on the device either."""
-        launch = Launch(self.schedule, self.view, self.weights, self.state, batch, tokens)
-        parts = tuple(split(int(length))[1] for length in batch.seq_lens)
+        launch = self.begin(tokens, batch)
+        self.walk(launch)
+        return launch.output()
+
+    def begin(self, tokens: Tensor, batch: Batch) -> Launch:
+        """The memory of a launch before its first row."""
+        return Launch(self.schedule, self.view, self.weights, self.state, batch, tokens)
+
+    def walk(self, launch: Launch) -> None:
+        """All SMs to the end of the table."""
+        parts = tuple(split(int(length))[1] for length in launch.batch.seq_lens)
         running = [Sm(block) for block in range(self.schedule.shape.sms)]
         while running:
             moved = next((sm for sm in self._turns(running) if self._advance(launch, sm, parts)), None)
@@ -68,7 +78,6 @@ class Emulator:
                 raise EmulationError(f"no SM can go on: {self._stuck(launch, running, parts)}")
             if moved.row == len(self.schedule.rows):
                 running.remove(moved)
-        return launch.output()
 
     def _turns(self, running: list[Sm]) -> Iterator[Sm]:
         """SMs in the order in which they are asked whether they can go on; the first that can, does."""

@@ -14,7 +14,9 @@ bits: a block is 8 outputs by 64 inputs, 256 bytes of codes and 16 bytes of scal
 
 import torch
 
+from cute_megakernel.recording import Weight, weight_paths
 from kimi_kernels.mxfp4 import unpack
+from kimi_kernels.weights import ModelWeights
 
 Tensor = torch.Tensor
 MAX_SCALE = 253  # 2^(253 - 127): the decoder multiplies by a float of the exponent field scale + 1
@@ -22,6 +24,30 @@ MAX_SCALE = 253  # 2^(253 - 127): the decoder multiplies by a float of the expon
 
 class ImageError(ValueError):
     """Weights that the megakernel cannot hold."""
+
+
+class Images:
+    """The weights of a rank as the kernel reads them; made on first use and shared by instances."""
+
+    def __init__(self, weights: ModelWeights):
+        self.weights = weights
+        self.tensors = dict(weight_paths(weights))
+        self.device = weights.embed.device
+        self._made: dict[tuple, Tensor] = {}
+
+    def plain(self, weight: Weight) -> Tensor:
+        """The weight as it is."""
+        return self.tensors[weight.path]
+
+    def image(self, kind: str, weight: Weight, scale: Weight | None = None) -> Tensor:
+        key = (kind, weight.path, weight.start)
+        if key not in self._made:
+            tensor = self.tensors[weight.path]
+            if tensor.ndim == 3 and tuple(weight.shape) != tuple(tensor.shape):  # part of kv_b
+                row = weight.start // tensor.shape[2]
+                tensor = tensor[:, row : row + weight.shape[1]]
+            self._made[key] = image(kind, tensor, None if scale is None else self.tensors[scale.path])
+        return self._made[key]
 
 
 def whole_rows(weight: Tensor, halves: int = 1, together: bool = False) -> Tensor:

@@ -1,6 +1,6 @@
 """The kernel: every SM walks the table once. One warp streams weights through the ring, sixteen consume them.
 
-    launch_megakernel(shape) compiles `launch`, whose arguments are addresses; `megakernel.py` owns the memory.
+    launcher(shape) is what `build.py` compiles; `launch.py` launches its machine code, `megakernel.py` owns the memory.
 
 Control words, int32: [0] launches so far, [1] SMs that entered, [2] error (0: none, else (row << 12 | SM) + 1),
 [3] SMs that left. The last SM to leave makes the next launch possible.
@@ -13,6 +13,7 @@ from cutlass import Int32, Int64
 
 from cute_megakernel import ptx
 from cute_megakernel.core import Fields, Sm, fetch_row, region, sync
+from cute_megakernel.launch import OVERLAP, TAGS_A_LAUNCH
 from cute_megakernel.rows import Code
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, FIELD_WORDS, THREADS, KernelShape, SharedLayout
 from cute_megakernel.stages.argmax import argmax
@@ -28,18 +29,9 @@ from cute_megakernel.stages.moe_gate_up import moe_gate_up
 from cute_megakernel.stages.moe_router import moe_router
 from cute_megakernel.stream import stream
 
-TAGS_A_LAUNCH = 32  # a launch may tag words with its number times this, plus a small `sub`
-OVERLAP = 1 << 30  # error: this launch met another one on the same instance
-
-ARGUMENTS = (
-    "fields", "work", "words", "control", "tokens", "slots", "is_new", "seq_lens", "page_table", "next_tokens",
-    "next_values", "trace",
-)  # fmt: skip
-NUMBERS = ("rows", "first_row", "end_row", "first_moe", "max_pages", "first_valid_slot", "in_flight", "poll_ns")
-
 
 def launcher(shape: KernelShape):
-    """The function to compile for `shape`: `launch(addresses..., numbers..., limit_ns, stream)`."""
+    """The function to compile for `shape`; its arguments are those of `launch.py`, and a stream."""
     layout = SharedLayout.of(shape)
 
     @cute.kernel
@@ -47,7 +39,7 @@ def launcher(shape: KernelShape):
         fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
         seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
         rows: Int32, first_row: Int32, end_row: Int32, first_moe: Int32, max_pages: Int32, first_valid_slot: Int32,
-        in_flight: Int32, poll_ns: Int32, limit_ns: Int64,
+        in_flight: Int32, poll_ns: Int32, delay_seed: Int32, limit_ns: Int64,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -60,7 +52,7 @@ def launcher(shape: KernelShape):
             "next_tokens": next_tokens, "next_values": next_values, "max_pages": max_pages,
             "first_valid_slot": first_valid_slot, "trace": trace, "in_flight": in_flight, "poll_ns": poll_ns,
             "rows": rows,
-            "first_row": first_row, "end_row": end_row, "first_moe": first_moe,
+            "first_row": first_row, "end_row": end_row, "first_moe": first_moe, "delay_seed": delay_seed,
         }  # fmt: skip
         tag = (ptx.ld_fresh_b32(control) + 1) * TAGS_A_LAUNCH
         sm = Sm(
@@ -82,11 +74,12 @@ def launcher(shape: KernelShape):
         fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
         seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
         rows: Int32, first_row: Int32, end_row: Int32, first_moe: Int32, max_pages: Int32, first_valid_slot: Int32,
-        in_flight: Int32, poll_ns: Int32, limit_ns: Int64, stream_handle: CUstream,
+        in_flight: Int32, poll_ns: Int32, delay_seed: Int32, limit_ns: Int64, stream_handle: CUstream,
     ):  # fmt: skip
         decode_step(
             fields, work, words, control, tokens, slots, is_new, seq_lens, page_table, next_tokens, next_values,
-            trace, rows, first_row, end_row, first_moe, max_pages, first_valid_slot, in_flight, poll_ns, limit_ns,
+            trace, rows, first_row, end_row, first_moe, max_pages, first_valid_slot, in_flight, poll_ns, delay_seed,
+            limit_ns,
         ).launch(
             grid=[shape.sms, 1, 1], block=[THREADS, 1, 1], smem=layout.end, stream=stream_handle, cooperative=True
         )  # fmt: skip
@@ -147,7 +140,7 @@ def _consume(sm: Sm, fields: Int64, work: Int64):
         next_low, next_high, next_first, next_end = fetch_row(sm, fields, work, following)
         if first < end:
             f = Fields(region(sm, "row") + turn * (4 * FIELD_WORDS), row)
-            if cutlass.const_expr(sm.shape.delay_seed != 0):
+            if cutlass.const_expr(sm.shape.delay):
                 delay(sm, row)
             if sm.warp == 0:
                 ptx.st_shared_v2_b32(region(sm, "row") + turn * (4 * FIELD_WORDS) + sm.lane * 8, low, high)
@@ -192,8 +185,9 @@ def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
 
 @cute.jit
 def delay(sm: Sm, row: Int32):
-    """Sleeps up to 16 us, differently for each row, SM and warp."""
-    mixed = (row * 7919 + sm.block * 104729 + sm.warp * 1299709 + sm.shape.delay_seed * 15485863) * 747796405 + 12345
+    """Sleeps up to 16 us, differently for each row, SM, warp, launch and seed."""
+    mixed = row * 7919 + sm.block * 104729 + sm.warp * 1299709 + sm.tag * 86028121 + sm.batch["delay_seed"] * 15485863
+    mixed = mixed * 747796405 + 12345
     ptx.sleep_ns((mixed >> 12) & 0x3FFF)
 
 

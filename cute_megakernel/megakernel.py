@@ -3,33 +3,32 @@
     kernel = Megakernel(config, Images(weights), state, rows=1)
     output = kernel.step(tokens, batch)            one launch; StepOutput(tokens, logits), valid until the next step
     kernel.check()                                 raises MegakernelError where a launch gave up waiting
+    y, = kernel.run_op(12, inputs, tokens, batch)  one op call of the step by itself
 
 An instance is for one stream at a time: a launch that meets another one of the same instance ends with an error and
 leaves it alone. `step` allocates, compiles and synchronises nothing and may be captured in a CUDA graph.
 """
 
-import functools
-import importlib
 from dataclasses import replace
 
 import torch
 
+from cute_megakernel.alone import alone, inputs_of
+from cute_megakernel.build import on_device, prove
 from cute_megakernel.encode import Encoder
-from cute_megakernel.images import image
-from cute_megakernel.recording import Pool, Weight, record_local_step, weight_paths
+from cute_megakernel.images import Images
+from cute_megakernel.launch import OVERLAP, TAGS_A_LAUNCH
+from cute_megakernel.recording import Pool, record_local_step
 from cute_megakernel.schedule import Schedule, make_schedule
-from cute_megakernel.validate import validate
 from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.decode_step import StepOutput
 from kimi_kernels.state import Batch, State
-from kimi_kernels.weights import ModelWeights
 
 Tensor = torch.Tensor
 MAX_ROWS = 8
 DEFAULT_IN_FLIGHT = 4  # full slots on their way to an SM at most
 POLL_NS = 0  # between two looks at activations that are not there yet
-OVERLAP = 1 << 30
 NAN_WORD = (-1 << 32) | 0x7FC07FC0  # a payload that is NaN as float32 and as two bfloat16, under a tag no launch has
 
 
@@ -37,35 +36,12 @@ class MegakernelError(BackendError):
     """A launch that could not finish; says which row of the table waited in vain, and where."""
 
 
-class Images:
-    """The weights of a rank as the kernel reads them; made on first use and shared by instances."""
-
-    def __init__(self, weights: ModelWeights):
-        self.weights = weights
-        self.tensors = dict(weight_paths(weights))
-        self.device = weights.embed.device
-        self._made: dict[tuple, Tensor] = {}
-
-    def plain(self, weight: Weight) -> Tensor:
-        """The weight as it is."""
-        return self.tensors[weight.path]
-
-    def image(self, kind: str, weight: Weight, scale: Weight | None = None) -> Tensor:
-        key = (kind, weight.path, weight.start)
-        if key not in self._made:
-            tensor = self.tensors[weight.path]
-            if tensor.ndim == 3 and tuple(weight.shape) != tuple(tensor.shape):  # part of kv_b
-                row = weight.start // tensor.shape[2]
-                tensor = tensor[:, row : row + weight.shape[1]]
-            self._made[key] = image(kind, tensor, None if scale is None else self.tensors[scale.path])
-        return self._made[key]
-
-
 class Megakernel:
     """`config`, `images` and `state` are one rank's; `rows` sequences of one token each, 1 to 8.
 
-    `taps` hands on every op's output (`tap`), `delay_seed` makes every warp sleep at random, `trace` records times,
-    `limit_s` bounds the launch: no wait goes on beyond it. Raises ScheduleError for a schedule that is not proved.
+    `taps` hands on every op's output (`tap`), `trace` records times, `limit_s` bounds the launch: no wait goes on
+    beyond it. With `delay` every warp sleeps at random before every row, in the launches that follow by the attribute
+    `delay_seed`. Raises ScheduleError for a schedule that is not proved.
     """
 
     def __init__(
@@ -77,7 +53,7 @@ class Megakernel:
         sms: int | None = None,
         in_flight: int = 0,
         taps: bool = False,
-        delay_seed: int = 0,
+        delay: bool = False,
         trace: bool = False,
         limit_s: float = 2.0,
         schedule: Schedule | None = None,
@@ -95,8 +71,8 @@ class Megakernel:
         if schedule is None:
             slots, pages = _pool_sizes(state)
             schedule = make_schedule(record_local_step(config, images.weights, rows, slots, pages), config, sms)
-        validate(schedule)
-        schedule.shape = replace(schedule.shape, delay_seed=delay_seed, trace=trace)
+        prove(schedule)
+        schedule.shape = replace(schedule.shape, delay=delay, trace=trace)
         self.schedule = schedule
         self.logits = torch.zeros(rows, images.weights.lm_head.shape[0], dtype=config.dtype, device=device)
         self.next_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -106,21 +82,17 @@ class Megakernel:
         size = sms * len(schedule.rows) * 2 if trace else 2
         self.times = torch.zeros(size, dtype=torch.int64, device=device)
         self._lists: list[Tensor] = []
-        encoder = Encoder(schedule, self._address, taps)
-        self.fields = encoder.table().to(device)
-        self.work = encoder.work().to(device)
+        self.fields, self.work = self._encode(schedule, taps)
         self._in_flight = in_flight or DEFAULT_IN_FLIGHT
         self._poll_ns = POLL_NS
         self._limit_ns = int(limit_s * 1e9)
-        self._launch = compiled(schedule.shape)
-        cutlass = importlib.import_module("cutlass")
-        self._int32, self._int64 = cutlass.Int32, cutlass.Int64
-        self._stream = importlib.import_module("cuda.bindings.driver").CUstream
+        self.delay_seed = 0
+        self._launch = on_device(schedule.shape, self.words.device)
 
     def step(self, tokens: Tensor, batch: Batch) -> StepOutput:
         """Runs one token of each row; `state` is updated in place. Raises ValueError for inputs of a wrong form."""
         self._check_inputs(tokens, batch)
-        self._launch_rows(tokens, batch, 0, len(self.schedule.rows))
+        self._launch_rows(self.schedule, (self.fields, self.work), tokens, batch, 0, len(self.schedule.rows))
         return StepOutput(self.next_tokens, self.logits)
 
     def step_in_parts(self, tokens: Tensor, batch: Batch) -> StepOutput:
@@ -131,33 +103,59 @@ class Megakernel:
         self._check_inputs(tokens, batch)
         starts = self.schedule.part_starts()
         for first, end in zip(starts, [*starts[1:], len(self.schedule.rows)], strict=True):
-            self._launch_rows(tokens, batch, first, end)
+            self._launch_rows(self.schedule, (self.fields, self.work), tokens, batch, first, end)
         return StepOutput(self.next_tokens, self.logits)
 
-    def _launch_rows(self, tokens: Tensor, batch: Batch, first: int, end: int) -> None:
-        pointers = (
-            self.fields, self.work, self.words, self.control, tokens, batch.slots, batch.is_new, batch.seq_lens,
+    def run_op(self, index: int, inputs: dict[int, Tensor], tokens: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+        """Op call `index` of the recording as a launch of its own, for debugging. -> what rows hand on of its outputs
+
+        `inputs` are the activations that `inputs_of` names, by index, each whole; weights and pools are those of the
+        instance, pools change. What `alone` puts in front runs too. Waits; raises ValueError for inputs of a wrong
+        form, MegakernelError where the launch could not finish.
+        """
+        self._check_inputs(tokens, batch)
+        part = alone(self.schedule, index)
+        for buffer in inputs_of(part):
+            if buffer.index not in inputs:
+                raise ValueError(f"run_op: call {index} needs activation {buffer.index} ({buffer.name})")
+            self.put(buffer.index, inputs[buffer.index])
+        self._launch_rows(part, self._encode(part, taps=True), tokens, batch, 0, len(part.rows))
+        self.check(part)
+        found = (self.handed_on(buffer.index) for buffer in self.schedule.recording.calls[index].outputs)
+        return tuple(tensor for tensor in found if tensor is not None)
+
+    def _encode(self, schedule: Schedule, taps: bool) -> tuple[Tensor, Tensor]:
+        encoder = Encoder(schedule, self._address, taps)
+        return encoder.table().to(self.images.device), encoder.work().to(self.images.device)
+
+    def _launch_rows(
+        self, schedule: Schedule, table: tuple[Tensor, Tensor], tokens: Tensor, batch: Batch, first: int, end: int
+    ) -> None:
+        """Rows [first, end) of a table and the schedule that it encodes."""
+        tensors = (
+            *table, self.words, self.control, tokens, batch.slots, batch.is_new, batch.seq_lens,
             batch.page_table, self.next_tokens, self.next_values, self.times,
         )  # fmt: skip
         numbers = (
-            len(self.schedule.rows),
+            len(schedule.rows),
             first,
             end,
-            self.schedule.lists_before(first),
+            schedule.lists_before(first),
             batch.page_table.stride(0),
             batch.first_valid_slot,
             min(self._in_flight, self.schedule.shape.slots),
             self._poll_ns,
+            self.delay_seed,
         )
-        self._launch(
-            *(self._int64(tensor.data_ptr()) for tensor in pointers),
-            *(self._int32(number) for number in numbers),
-            self._int64(self._limit_ns),
-            self._stream(torch.cuda.current_stream(self.words.device).cuda_stream),
-        )
+        stream = torch.cuda.current_stream(self.words.device).cuda_stream
+        self._launch(tuple(tensor.data_ptr() for tensor in tensors), numbers, self._limit_ns, stream)
 
-    def check(self) -> None:
-        """Waits for the device; raises MegakernelError if a launch gave up, and makes the instance usable again."""
+    def check(self, schedule: Schedule | None = None) -> None:
+        """Waits for the device; raises MegakernelError if a launch gave up, and makes the instance usable again.
+
+        `schedule` is what was launched, unless it was the whole step.
+        """
+        rows = (schedule or self.schedule).rows
         error = int(self.control[2])
         if error == 0:
             return
@@ -165,9 +163,9 @@ class Megakernel:
         if error == OVERLAP:
             raise MegakernelError("a launch met another launch of the same instance on a different stream")
         number, block = divmod(error - 1, 1 << 12)
-        if number >= len(self.schedule.rows):
+        if number >= len(rows):
             raise MegakernelError(f"a wait inside SM {block} took more than {self._limit_ns / 1e9:g} s")
-        row = self.schedule.rows[number]
+        row = rows[number]
         raise MegakernelError(
             f"row {number} ({row.name}, calls {row.calls}) on SM {block} waited more than "
             f"{self._limit_ns / 1e9:g} s for {[view.buffer.name for view in row.reads]}"
@@ -184,11 +182,27 @@ class Megakernel:
 
     def tap(self, index: int) -> Tensor:
         """What buffer `index` of the recording holds after a step, [rows, width]; needs `taps`."""
-        buffer, place = self.schedule.recording.buffers[index], self.schedule.places[index]
-        words = self.words[place.start : place.start + buffer.rows * place.pitch].view(torch.int32)
-        payload = words.reshape(buffer.rows, place.pitch, 2)[:, :, 0].contiguous()
+        buffer, payload = self.schedule.recording.buffers[index], self._words(index)[:, :, 0].contiguous()
         values = payload if buffer.dtype == torch.int32 else payload.view(buffer.dtype)
         return values[:, : buffer.width]
+
+    def put(self, index: int, values: Tensor) -> None:
+        """Hands `values` [rows, width] on as buffer `index` in the next launch."""
+        buffer, words = self.schedule.recording.buffers[index], self._words(index)
+        if tuple(values.shape) != (buffer.rows, buffer.width) or values.dtype != buffer.dtype:
+            want, got = f"[{buffer.rows}, {buffer.width}] {buffer.dtype}", f"{list(values.shape)} {values.dtype}"
+            raise ValueError(f"put: activation {index} ({buffer.name}) must be {want}, got {got}")
+        odd = buffer.width * values.element_size() % 4 // 2
+        payload = torch.nn.functional.pad(values, (0, odd)).contiguous().view(torch.int32)
+        words.zero_()
+        words[:, : payload.shape[1], 0] = payload
+        words[:, :, 1] = (self.control[0] + 1) * TAGS_A_LAUNCH
+
+    def _words(self, index: int) -> Tensor:
+        """[rows, pitch, payload and tag] int32"""
+        buffer, place = self.schedule.recording.buffers[index], self.schedule.places[index]
+        words = self.words[place.start : place.start + buffer.rows * place.pitch]
+        return words.view(torch.int32).view(buffer.rows, place.pitch, 2)
 
     def handed_on(self, index: int) -> Tensor | None:
         """`tap`, or the tensor that the buffer went to instead; None where no row hands it on."""
@@ -249,18 +263,3 @@ def _pool_sizes(state: State) -> tuple[int, int]:
     slots = next((l.recurrent.shape[0] for l in state.layers if hasattr(l, "recurrent")), 1)
     page = next((l.latent_cache.shape[1] for l in state.layers if hasattr(l, "latent_cache")), 1)
     return slots, page
-
-
-@functools.cache
-def compiled(shape):
-    """The kernel of `shape`; compiled once a process. Raises ImportError naming the package that is missing."""
-    try:
-        cute = importlib.import_module("cutlass.cute")
-    except ImportError as error:
-        raise ImportError(f"the megakernel needs the package nvidia-cutlass-dsl: {error}") from error
-    cutlass = importlib.import_module("cutlass")
-    cuda = importlib.import_module("cuda.bindings.driver")
-    kernel = importlib.import_module("cute_megakernel.kernel")
-    addresses = [cutlass.Int64(0)] * len(kernel.ARGUMENTS)
-    numbers = [cutlass.Int32(0)] * len(kernel.NUMBERS)
-    return cute.compile(kernel.launcher(shape), *addresses, *numbers, cutlass.Int64(0), cuda.CUstream(0))

@@ -44,7 +44,7 @@ class KernelShape:
     sms: int
     slots: int
     low_rank_gate: bool = False  # the output gate of a KDA head comes by way of g_b
-    delay_seed: int = 0  # > 0: every warp sleeps a pseudo-random time before each row
+    delay: bool = False  # every warp sleeps a pseudo-random time before each row
     trace: bool = False
 
     @property

@@ -44,9 +44,9 @@ class Fields:
 class TableView:
     """All rows of a schedule, encoded and read back."""
 
-    def __init__(self, schedule: Schedule):
+    def __init__(self, schedule: Schedule, taps: bool = False):
         self._subjects: list[tuple] = [("nothing", None)]  # address 0
-        encoder = Encoder(schedule, self._address)
+        encoder = Encoder(schedule, self._address, taps)
         self.rows = [Fields(encoder.words(row), self._subjects) for row in schedule.rows]
 
     def _address(self, what: str, subject) -> int:

@@ -18,6 +18,7 @@ row and the ring of each SM moves. What is proved, in this order:
 import numpy as np
 
 from cute_megakernel.footprint import Part, reads, split_writes, writes
+from cute_megakernel.launch import TAGS_A_LAUNCH
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule, words_of
 from cute_megakernel.schedule_error import ScheduleError, expect, label
@@ -28,7 +29,6 @@ from cute_megakernel.validate_local import check_local
 from cute_megakernel.validate_plan import check_plan
 from cute_megakernel.validate_ring import check_ring, router_outcomes
 
-TAGS_A_LAUNCH = 32  # tags of one launch, as in `kernel.py`
 UNWRITTEN = -1
 
 

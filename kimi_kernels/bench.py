@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> dict:
         result["results"].append(asdict(row))
         progress.print(_progress_line(row), soft_wrap=True, markup=False)
         if args.output:
-            _write(args.output, result)
+            write_json(args.output, result)
 
     ceiling, failures = None, []
     try:
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> dict:
     failures += [f"{row.name} by {row.by}: {row.failure}" for row in bench.rows if row.failure]
     result |= {"passed": not failures, "failure": "\n".join(failures)}
     if args.output:
-        _write(args.output, result)
+        write_json(args.output, result)
     return result
 
 
@@ -151,6 +151,22 @@ def _progress_line(row: Row) -> str:
 
 def describe_run(args: argparse.Namespace, seed: int) -> dict:
     """Everything needed to read the numbers: machine, versions, commit, command line, shapes, inputs."""
+    return {
+        **describe_machine(),
+        "config": args.config,
+        "tp": args.tp,
+        "rows": args.rows,
+        "context": args.context,
+        "backend": args.backend,
+        "seed": seed,
+        "inputs": bench_inputs.DISTRIBUTION,
+        "cold_bytes": bench_cases.COLD_BYTES,
+        "replays": bench_timing.REPLAYS,
+    }
+
+
+def describe_machine() -> dict:
+    """Machine, versions, commit and command line."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "machine": {
@@ -167,15 +183,6 @@ def describe_run(args: argparse.Namespace, seed: int) -> dict:
             "git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"
         ),
         "command": sys.argv,
-        "config": args.config,
-        "tp": args.tp,
-        "rows": args.rows,
-        "context": args.context,
-        "backend": args.backend,
-        "seed": seed,
-        "inputs": bench_inputs.DISTRIBUTION,
-        "cold_bytes": bench_cases.COLD_BYTES,
-        "replays": bench_timing.REPLAYS,
     }
 
 
@@ -210,7 +217,8 @@ def _command_output(*command: str) -> str | None:
     return done.stdout.strip() or None
 
 
-def _write(path: Path, result: dict) -> None:
+def write_json(path: Path, result: dict) -> None:
+    """The whole file or none of it."""
     partial_path = path.with_name(path.name + ".partial")
     partial_path.write_text(json.dumps(result, indent=1) + "\n")
     partial_path.replace(path)

@@ -11,7 +11,7 @@ and more where 4 would fit in the cache.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -97,7 +97,7 @@ class Chain:
         self.prefix = random_tensor("prefix", hidden, generator)
         bank_rows = 0 if config.attn_res_block_size is None else USUAL_BANK
         self.bank = [random_tensor("bank", hidden, generator) for _ in range(bank_rows)]
-        self._gathered = self._gathered_outputs(rows, generator) if spec.sharded else {}
+        self._gathered = gathered_outputs(self.layers, self.config, rows, generator) if spec.sharded else {}
 
     @property
     def count(self) -> int:
@@ -105,7 +105,7 @@ class Chain:
 
     def run(self, ops: SimpleNamespace, layers: slice = slice(None)) -> Tensor:
         """The residual stream after the layers, as the layer loop of `decode_step` makes it."""
-        ops, config, prefix = self._with_gather(ops), self.config, self.prefix
+        ops, config, prefix = with_gather(ops, self._gathered), self.config, self.prefix
         for layer, state in zip(self.layers[layers], self.states[layers], strict=True):
             if self.attention is not None:
                 h = mix(ops, config, prefix, self.bank, layer.attn_res_weight, layer.input_norm)
@@ -115,32 +115,34 @@ class Chain:
                 prefix = ops.residual_add(prefix, moe(ops, config, layer.mlp, h))
         return prefix
 
-    def _gathered_outputs(self, rows: int, generator: torch.Generator) -> dict[int, Tensor]:
-        """By id of a cut weight: what the ranks together would make of it."""
-        config, outputs = self.config, {}
-        widths = {"router": config.num_experts, "latent_down": config.expert_in, "latent_up": config.hidden_size}
-        for layer in self.layers:
-            for name, width in widths.items():
-                dtype = torch.float32 if name == "router" else config.dtype
-                like = torch.empty(rows, width, dtype=dtype, device="meta")
-                outputs[id(getattr(layer.mlp, name))] = random_tensor("x", like, generator)
-        return outputs
 
-    def _with_gather(self, ops: SimpleNamespace) -> SimpleNamespace:
-        """`ops`, where a projection of a cut weight gives the gathered tensor instead of its own part."""
-        if not self._gathered:
-            return ops
+def gathered_outputs(
+    layers: Sequence[LayerWeights], config: KimiConfig, rows: int, generator: torch.Generator
+) -> dict[int, Tensor]:
+    """By id of a weight that `shard_moe` cut: what the ranks together would make of it."""
+    outputs = {}
+    widths = {"router": config.num_experts, "latent_down": config.expert_in, "latent_up": config.hidden_size}
+    for layer in layers:
+        for name, width in widths.items() if isinstance(layer.mlp, MoeWeights) else ():
+            dtype = torch.float32 if name == "router" else config.dtype
+            like = torch.empty(rows, width, dtype=dtype, device="meta")
+            outputs[id(getattr(layer.mlp, name))] = random_tensor("x", like, generator)
+    return outputs
 
-        def gather(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-            def run(x: Tensor, weight: Tensor) -> Tensor:
-                part = op(x, weight)
-                return self._gathered.get(id(weight), part)
 
-            return run
+def with_gather(ops: SimpleNamespace, outputs: dict[int, Tensor]) -> SimpleNamespace:
+    """`ops`, where a projection of a cut weight gives the gathered tensor in `outputs` instead of its own part."""
+    if not outputs:
+        return ops
 
-        return SimpleNamespace(
-            **{**vars(ops), "linear": gather(ops.linear), "router_logits": gather(ops.router_logits)}
-        )
+    def gather(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        def run(x: Tensor, weight: Tensor) -> Tensor:
+            part = op(x, weight)
+            return outputs.get(id(weight), part)
+
+        return run
+
+    return SimpleNamespace(**{**vars(ops), "linear": gather(ops.linear), "router_logits": gather(ops.router_logits)})
 
 
 def checked(ops: SimpleNamespace) -> SimpleNamespace:

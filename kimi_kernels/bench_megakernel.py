@@ -3,18 +3,29 @@
     layer/kda+moe    a step with 2n such layers minus a step with n of them, by n: what one more layer costs
     model            embedding to next token, all layers of one rank; `sharded` as in `bench_layers`
 
-Correct first: a step of real size over a dense, a KDA and an MLA layer is tapped and every op compared with its bound;
-if that fails, no row gets a number. The weights that are timed are random and made in image form.
+Correct first: a step of real size over a dense, a KDA and an MLA layer is tapped, every op compared with its bound, and
+the Triton op on the same inputs with it; if that fails, no row gets a number. The weights that are timed are random,
+for the megakernel made in image form.
 """
 
 import dataclasses
+import gc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from kimi_kernels.bench_layers import SHARDED, ChainSpec, layer_bytes, random_owner, shard_moe
+from kimi_kernels.bench_cases import USUAL_BANK
+from kimi_kernels.bench_layers import (
+    SHARDED,
+    ChainSpec,
+    gathered_outputs,
+    layer_bytes,
+    random_owner,
+    shard_moe,
+    with_gather,
+)
 from kimi_kernels.bench_rows import Bench, Row
 from kimi_kernels.bench_timing import Timing
 from kimi_kernels.compare_fused import Walk
@@ -34,60 +45,57 @@ FREE_SHARE = 0.85  # of the memory that weights may take
 
 
 class FusedBench:
-    """Adds the megakernel's rows, and the Triton step beside them, to `bench`."""
+    """Adds rows of the megakernel, and of the Triton ops beside them, to `bench`. A row that fails says why."""
 
     def __init__(self, bench: Bench):
         self.bench, self.generator = bench, bench.generator
         self.config, self.tp, self.rows, self.context = bench.shape
         self.local = self.config.shard(self.tp)
-        self._checked: dict[bool, float | str] = {}  # sharded -> worst error, or what failed
+        self._checked: dict[bool, dict[str, float] | str] = {}  # sharded -> worst error by backend, or what failed
 
     def measure(self) -> None:
-        """Every row; a row that fails says why."""
+        """Every row of the config."""
         ways = [False, True] if self.tp > 1 and self.config.latent_size is not None else [False]
         for sharded in ways:
-            spec = ChainSpec("kda", True, sharded)
-            self.bench.measure_layer(spec)
-            self.bench.measure(Row("layer", spec.name, NAME, 0), partial(self._layer, spec))
-        self.bench.measure(Row("model", "model", self.bench.by, 0), self._triton_model)
+            self.measure_layer(sharded)
         for sharded in ways:
-            name = "model sharded" if sharded else "model"
-            self.bench.measure(Row("model", name, NAME, 0), partial(self._model, sharded))
+            self.measure_model(sharded)
+
+    def measure_layer(self, sharded: bool) -> None:
+        """A layer of KDA and experts."""
+        spec = ChainSpec("kda", True, sharded)
+        self.bench.measure_layer(spec)
+        self.bench.measure(Row("layer", spec.name, NAME, 0), partial(self._layer, spec))
+
+    def measure_model(self, sharded: bool) -> None:
+        """All layers, embedding and head."""
+        name = "model sharded" if sharded else "model"
+        for by, time in ((self.bench.by, self.time_triton), (NAME, self.time_step)):
+            self.bench.measure(Row("model", name, by, 0), partial(self._model, time, sharded))
 
     def _layer(self, spec: ChainSpec, row: Row) -> None:
-        row.worst_over_bound = self.check(spec.sharded)
+        row.worst_over_bound = self.check(spec.sharded)[NAME]
         row.bytes = layer_bytes(spec, *self.bench.shape)
-        layers = [layer for layer in self.config.kda_layers if layer not in self.config.dense_layers]
-        more = min(WALK, len(layers) // 2)
-        short, long = (self.time_step(layers[:count], spec.sharded) for count in (more, 2 * more))
+        walks = layer_walks(self.config)
+        fewer, more = map(len, walks)
+        short, long = (self.time_step(layers, spec.sharded) for layers in walks)
         if long.us <= short.us:
-            raise RuntimeError(f"{2 * more} layers took {long.us:.2f} us, {more} layers {short.us:.2f} us")
-        row.sets, row.cold = 2 * more, True
-        us, p20, p80 = ((getattr(long, what) - getattr(short, what)) / more for what in ("us", "p20_us", "p80_us"))
+            raise RuntimeError(f"{more} layers took {long.us:.2f} us, {fewer} layers {short.us:.2f} us")
+        row.sets, row.cold = more, True
+        us, p20, p80 = ((getattr(long, what) - getattr(short, what)) / WALK for what in ("us", "p20_us", "p80_us"))
         row.set_timing(Timing(us, p20, p80, long.calls, long.replays), self.bench.ceiling)
-        row.note = f"{2 * more} layers minus {more}"
+        row.note = f"{more} layers minus {fewer}"
 
-    def _model(self, sharded: bool, row: Row) -> None:
-        row.worst_over_bound = self.check(sharded)
+    def _model(self, time: Callable[[None, bool], Timing], sharded: bool, row: Row) -> None:
+        row.worst_over_bound = self.check(sharded)[row.by]
         row.bytes = self._model_bytes(sharded)
-        if self._fits(row, self._meta(None, sharded)):
+        if self._fits(row, rank_weights(self.config, self.tp, None, sharded)):
             row.sets, row.cold = 1, True
-            row.set_timing(self.time_step(None, sharded), self.bench.ceiling)
+            row.set_timing(time(None, sharded), self.bench.ceiling)
 
-    def _triton_model(self, row: Row) -> None:
-        """The ops one by one; each was checked at its shapes in the layers above."""
-        row.bytes = self._model_bytes(False)
-        meta = self._meta(None, False)
-        if not self._fits(row, meta):
-            return
-        weights = random_model(meta, self.generator)
-        state, batch, tokens = self._inputs(meta)
-        row.sets, row.cold = 1, True
-        step = (self.bench.ops, self.local, weights, state, batch, tokens)
-        row.set_timing(self.bench.timer(lambda: decode_step(*step), 1), self.bench.ceiling)
-
-    def check(self, sharded: bool) -> float:
-        """Worst error of a tapped step as a fraction of its bound. Raises AssertionError where an op leaves it."""
+    def check(self, sharded: bool) -> dict[str, float]:
+        """Worst error of a tapped step as a fraction of its bound, by backend. Raises AssertionError where an op leaves
+        it."""
         if sharded not in self._checked:
             self._checked[sharded] = self._walk(sharded)
         result = self._checked[sharded]
@@ -95,25 +103,34 @@ class FusedBench:
             raise AssertionError(f"not timed: {result}")
         return result
 
-    def _walk(self, sharded: bool) -> float | str:
-        meta = self._meta(walk_layers(self.config), sharded)
-        weights = random_model(meta, self.generator)
-        state, batch, tokens = self._inputs(meta)
+    def _walk(self, sharded: bool) -> dict[str, float] | str:
+        layers = walk_layers(self.config)
+        weights = random_model(rank_weights(self.config, self.tp, layers, sharded), self.generator)
+        state, batch, tokens = self._inputs(weights)
         module = importlib.import_module("cute_megakernel.megakernel")
-        kernel = self._kernel(module.Images(weights), state, sharded, taps=True)
+        kernel = self._kernel(module.Images(weights), state, layers, sharded, taps=True)
         report = StepReport()
         try:
-            Walk(self.local, weights, kernel, report).step(tokens, batch)
+            Walk(self.local, weights, kernel, report, {self.bench.by: self.bench.ops}).step(tokens, batch)
         except (OverBound, module.MegakernelError) as error:
             return str(error)
-        return max(op.right_ratio for op in report.ops.values())
+        ours, theirs = (max(getattr(op, side) for op in report.ops.values()) for side in ("right_ratio", "left_ratio"))
+        return {NAME: ours, self.bench.by: theirs}
 
-    def time_step(self, layers: Sequence[int] | None, sharded: bool, **options) -> Timing:
-        """A step over `layers` (all); `options` as Megakernel takes them. Raises where the logits are not finite."""
-        meta = self._meta(layers, sharded)
+    def time_triton(self, layers: Sequence[int] | None, sharded: bool) -> Timing:
+        """The ops of a step over `layers` (all) one by one, in one graph."""
+        weights = random_model(rank_weights(self.config, self.tp, layers, sharded), self.generator)
+        state, batch, tokens = self._inputs(weights)
+        whole = gathered_outputs(weights.layers, self.local, self.rows, self.generator) if sharded else {}
+        step = (with_gather(self.bench.ops, whole), self.local, weights, state, batch, tokens)
+        return self.bench.timer(lambda: decode_step(*step), 1)
+
+    def time_step(self, layers: Sequence[int] | None, sharded: bool) -> Timing:
+        """A launch over `layers` (all). Raises where the logits are not finite."""
+        meta = rank_weights(self.config, self.tp, layers, sharded)
         images = importlib.import_module("cute_megakernel.random_images").RandomImages(meta, self.generator)
         state, batch, tokens = self._inputs(meta)
-        kernel = self._kernel(images, state, sharded, **options)
+        kernel = self._kernel(images, state, layers, sharded)
         kernel.step(tokens, batch)
         kernel.check()
         if not bool(torch.isfinite(kernel.logits).all()):
@@ -127,22 +144,11 @@ class FusedBench:
         kernel.check()
         return timing
 
-    def _kernel(self, images, state: State, sharded: bool, **options):
-        """A Megakernel for these images, as wide as all ranks where router and latent are sharded."""
-        recording = importlib.import_module("cute_megakernel.recording")
-        schedule = importlib.import_module("cute_megakernel.schedule")
-        gathered = dict.fromkeys(SHARDED, self.tp) if sharded else None
-        recorded = recording.record_local_step(self.local, images.weights, self.rows, self.rows, PAGE_SIZE, gathered)
+    def _kernel(self, images, state: State, layers: Sequence[int] | None, sharded: bool, **options):
         sms = torch.cuda.get_device_properties(images.device).multi_processor_count
-        made = schedule.make_schedule(recorded, self.local, sms)
+        schedule = fused_schedule(self.config, self.tp, self.rows, layers, sharded, sms)
         module = importlib.import_module("cute_megakernel.megakernel")
-        return module.Megakernel(self.local, images, state, self.rows, schedule=made, **options)
-
-    def _meta(self, layers: Sequence[int] | None, sharded: bool) -> ModelWeights:
-        meta = meta_weights(self.config, self.tp, layers=layers)
-        if not sharded:
-            return meta
-        return dataclasses.replace(meta, layers=tuple(shard_moe(layer, self.tp) for layer in meta.layers))
+        return module.Megakernel(self.local, images, state, self.rows, schedule=schedule, **options)
 
     def _inputs(self, meta: ModelWeights) -> tuple[State, Batch, Tensor]:
         """Pools N(0, 1) / 10, `context` cached tokens on pages in random order."""
@@ -164,18 +170,48 @@ class FusedBench:
     def _model_bytes(self, sharded: bool) -> int:
         nbytes = total_bytes(record_step(self.config, self.tp, self.rows, self.context))
         if sharded:
-            nbytes -= resident_bytes(self._meta(None, False)) - resident_bytes(self._meta(None, True))
+            whole, cut = (resident_bytes(rank_weights(self.config, self.tp, None, way)) for way in (False, True))
+            nbytes -= whole - cut
         return nbytes
 
     def _fits(self, row: Row, meta: ModelWeights) -> bool:
         """Notes in the row what is missing where the weights of the rank do not fit."""
         if self.generator.device.type != "cuda":
             return True
+        gc.collect()
         torch.cuda.empty_cache()
         need, free = resident_bytes(meta), torch.cuda.mem_get_info()[0]
         if need > FREE_SHARE * free:
             row.missing = f"needs {need / 1e9:.0f} GB of weights, {free / 1e9:.0f} GB are free"
         return not row.missing
+
+
+def rank_weights(config: KimiConfig, tp: int, layers: Sequence[int] | None, sharded: bool) -> ModelWeights:
+    """Weights without data of one rank; `sharded`: router and latent projections cut over the ranks too."""
+    meta = meta_weights(config, tp, layers=layers)
+    if not sharded:
+        return meta
+    return dataclasses.replace(meta, layers=tuple(shard_moe(layer, tp) for layer in meta.layers))
+
+
+def fused_schedule(config: KimiConfig, tp: int, rows: int, layers: Sequence[int] | None, sharded: bool, sms: int):
+    """The schedule that is timed: its activations are as wide as all ranks where router and latent are sharded."""
+    recording = importlib.import_module("cute_megakernel.recording")
+    schedule = importlib.import_module("cute_megakernel.schedule")
+    gathered = dict.fromkeys(SHARDED, tp) if sharded else None
+    local, weights = config.shard(tp), rank_weights(config, tp, layers, sharded)
+    recorded = recording.record_local_step(local, weights, rows, rows, PAGE_SIZE, gathered)
+    return schedule.make_schedule(recorded, local, sms)
+
+
+def layer_walks(config: KimiConfig) -> tuple[list[int], list[int]]:
+    """Layers of the shorter and of the longer walk. Both begin with layers that start a block, so that what is between
+    them has as many bank rows as the chain of `bench_layers`."""
+    kda = [layer for layer in config.kda_layers if layer not in config.dense_layers]
+    starts = [layer for layer in kda if config.starts_block(layer)][:USUAL_BANK]
+    plain = [layer for layer in kda if not config.starts_block(layer)]
+    plain = (plain * 2 * WALK)[: 2 * WALK]  # MINI models have fewer
+    return [*starts, *plain[:WALK]], [*starts, *plain]
 
 
 def walk_layers(config: KimiConfig) -> list[int]:

@@ -38,6 +38,7 @@ class Row:
     p80_us: float | None = None
     calls: int = 0
     gb_per_s: float | None = None
+    floor_us: float | None = None  # `bytes` at the read ceiling
     share_of_ceiling: float | None = None
     worst_over_bound: float | None = None  # error as a fraction of its bound
     relative_error: float | None = None  # of a peer, against the float64 reference
@@ -48,7 +49,9 @@ class Row:
     def set_timing(self, timing: Timing, ceiling: float | None) -> None:
         self.us, self.p20_us, self.p80_us, self.calls = timing.us, timing.p20_us, timing.p80_us, timing.calls
         rate = self.bytes / timing.us * 1e6  # bytes per second
-        self.gb_per_s, self.share_of_ceiling = rate / 1e9, rate / ceiling if ceiling else None
+        self.gb_per_s = rate / 1e9
+        if ceiling:
+            self.floor_us, self.share_of_ceiling = self.bytes / ceiling * 1e6, rate / ceiling
 
 
 class Bench:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from cute_megakernel.megakernel import Images, Megakernel, compiled
+from cute_megakernel.build import architecture, machine_code
+from cute_megakernel.megakernel import Images, Megakernel
 from cute_megakernel.recording import record_local_step
 from cute_megakernel.schedule import make_schedule
 from kimi_kernels.bench_layers import SHARDED, shard_moe
@@ -42,10 +43,10 @@ class Model:
 
 
 @functools.cache
-def mini(family: str) -> Model:
+def mini(family: str, device: str = CUDA) -> Model:
     with tempfile.TemporaryDirectory() as root:
         config = make_mini(Path(root) / family, family, seed=3)
-        weights = load_weights(Path(root) / family, config, device=CUDA, progress=False)
+        weights = load_weights(Path(root) / family, config, device=device, progress=False)
     return Model(config, weights, Images(weights), {})
 
 
@@ -73,7 +74,8 @@ def compile_ahead(name: str, tp: int, layers: tuple[int, ...], sharded: bool, ro
     """Compiles the kernel of `real`, which needs no memory of the device."""
     meta, gathered = real_meta(name, tp, layers, sharded)
     local, sms = CONFIGS[name].shard(tp), torch.cuda.get_device_properties(0).multi_processor_count
-    compiled(make_schedule(record_local_step(local, meta, rows, SLOTS, PAGE, gathered), local, sms).shape)
+    shape = make_schedule(record_local_step(local, meta, rows, SLOTS, PAGE, gathered), local, sms).shape
+    machine_code(shape, architecture())
 
 
 def random_state(model: Model, seed: int = 0, page: int = PAGE, pages: int = PAGES) -> State:

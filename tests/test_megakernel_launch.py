@@ -77,7 +77,8 @@ def test_delayed_warps_change_no_bit_mini(family, seed):
     """Fault C08: data never overtakes its tag, whoever is late. Fault C01: no head reads a convolution window that
     another has shifted."""
     model = mini(family)
-    quiet, slow = kernel_of(model, ROWS), kernel_of(model, ROWS, delay_seed=seed)
+    quiet, slow = kernel_of(model, ROWS), kernel_of(model, ROWS, delay=True)
+    slow.delay_seed = seed
     for step in range(3):
         tokens, batch = tokens_of(model, ROWS, step), batch_of([3, 0, 7, 5], [33 + step, 1 + step, 64, 17])
         assert_same_bits(run(slow, tokens, batch), run(quiet, tokens, batch), f"logits of step {step}")
@@ -179,7 +180,7 @@ def half_the_device() -> int:
 def test_two_launches_of_one_instance_end_with_an_error_mini():
     """On two streams, each small enough to run beside the other; then the instance works again."""
     model = mini("k3")
-    kernel = kernel_of(model, ROWS, sms=half_the_device(), delay_seed=1, limit_s=LIMIT_S)
+    kernel = kernel_of(model, ROWS, sms=half_the_device(), delay=True, limit_s=LIMIT_S)
     start = [pool.clone() for pool in pools(kernel.state)]
     tokens, batch = first_case(model)
     want, streams, errors = run(kernel, tokens, batch), [torch.cuda.Stream() for _ in range(2)], []
@@ -201,9 +202,9 @@ def test_two_launches_of_one_instance_end_with_an_error_mini():
 def test_two_instances_beside_each_other_mini():
     """Fault C11: nothing is shared but the images."""
     model, sms = mini("kimi-linear"), half_the_device()
-    alone = kernel_of(model, ROWS, sms=sms, delay_seed=2)
+    alone = kernel_of(model, ROWS, sms=sms, delay=True)
     tokens, batch = first_case(model)
-    pair, streams = [kernel_of(model, ROWS, sms=sms, delay_seed=2) for _ in range(2)], [torch.cuda.Stream(), None]
+    pair, streams = [kernel_of(model, ROWS, sms=sms, delay=True) for _ in range(2)], [torch.cuda.Stream(), None]
     torch.cuda.synchronize()
     for _ in range(10):
         for kernel, stream in zip(pair, streams, strict=True):

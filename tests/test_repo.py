@@ -154,7 +154,7 @@ def test_banned_patterns(ban):
 
 def test_packages_import_without_gpu_and_without_optional_packages():
     """X03: all of the megakernel but what is written in the DSL."""
-    parts = ("megakernel", "schedule", "recording", "lowering", "encode", "images", "table", "shape", "rows")
+    parts = ("megakernel", "schedule", "recording", "lowering", "encode", "images", "table", "shape", "rows", "build")
     code = "import kimi_kernels, triton_ops, sglang_integration, " + ", ".join(f"cute_megakernel.{p}" for p in parts)
     names = ("cutlass", "cuda", "sglang", "transformers", "fla")
     blocked = f"import sys; [sys.modules.__setitem__(m, None) for m in {names}]; "
