@@ -106,7 +106,7 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
 @cute.jit
 def _add_picks(sm: Sm, entry: Int32, row: Int32, half: Int32, ppt: Int32, mine):
     """Four outputs over the picks of a batch row: four neighbouring threads add a quarter each, then the quarters."""
-    quarter = sm.thread & 3
+    quarter = ptx.opaque(sm.thread) & 3
     entries = -(-sm.shape.top_k // 4) * ppt
     count = ptx.smaller(ppt * sm.shape.top_k - quarter * entries, entries)
     v = add_sums(sm, entry + quarter * entries, row, half, ptx.select(mine, count, Int32(0)))
