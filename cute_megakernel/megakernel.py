@@ -82,8 +82,8 @@ class Megakernel:
         size = sms * len(schedule.rows) * 2 if trace else 2
         self.times = torch.zeros(size, dtype=torch.int64, device=device)
         self._lists: list[Tensor] = []
-        self.fields, self.work = self._encode(schedule, taps)
         self._in_flight = in_flight or DEFAULT_IN_FLIGHT
+        self.fields, self.work = self._encode(schedule, taps)
         self._poll_ns = POLL_NS
         self._limit_ns = int(limit_s * 1e9)
         self.delay_seed = 0
