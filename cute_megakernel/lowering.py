@@ -20,8 +20,8 @@ MOE_ORDER = ("router", "latent_down", "shared.gate_up", "moe_router", "shared.do
 def lower(recording: Recording, x_bytes: int, sms: int) -> list[Row]:
     """Rows of `recording` in the order in which every SM walks them. `x_bytes` of shared memory hold activations."""
     rows = arrange(Fuse(recording, sms).rows)
-    hidden = recording.buffers[0].width
-    return load(split_rows(rows, x_bytes, recording.rows), x_bytes - second_x(recording.rows, hidden))
+    second = second_x(recording.rows, recording.buffers[0].width)
+    return load(split_rows(rows, x_bytes, recording.rows), second, x_bytes - second)
 
 
 def blocks(width: int, block: int) -> int:
@@ -401,24 +401,41 @@ def split_rows(rows: list[Row], x_bytes: int, batch: int) -> list[Row]:
     return result
 
 
-def load(rows: list[Row], second_bytes: int) -> list[Row]:
-    """Puts a plain MIX row in front of a row whose input is not in shared memory: there are two areas, one for the
-    hidden state, and `second_bytes` for what fits them."""
+def load(rows: list[Row], second: int, second_bytes: int) -> list[Row]:
+    """Puts a plain MIX row in front of a row whose input is not in shared memory. There are two areas: one for the
+    hidden state, and from `second` on `second_bytes` for what fits them. The experts' input is loaded before the router
+    decides, where it is another than the router's."""
     result: list[Row] = []
     held: list[tuple | None] = [None, None]
-    for row in rows:
+    for number, row in enumerate(rows):
+        behind = [later for later in rows[number + 1 : number + 8] if later.place == row.place]
+        reader = row
+        if row.code == Code.MOE_ROUTER:
+            reader = next((later for later in behind if later.code == Code.MOE_GATE_UP), row)
         if row.code in (Code.MIX, Code.MLA_COMBINE):
-            held = [(row.x, row.rows), held[1] if row.code == Code.MIX else None]
+            held = [_key(row), held[1] if row.code == Code.MIX else None]
         elif row.code == Code.MLA_DECODE:
             held = [None, None]
-        elif row.x is not None and (row.x, row.rows) in held:
-            row.x_side = held.index((row.x, row.rows))
-        elif row.x is not None:
-            row.x_side = int((row.rows[1] - row.rows[0]) * x_pitch(row) <= second_bytes)
-            need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows, x_side=row.x_side)
-            need.args = {"src": row.x, "width": row.x.width}
-            need.args |= {k: row.args[k] for k in ("group", "group_pad") if row.code == Code.MOE_DOWN}
-            result.append(need)
-            held = [held[0], (row.x, row.rows)] if row.x_side else [(row.x, row.rows), None]
+        elif reader.x is not None and _key(reader) not in held:
+            used = [key is not None and key in map(_key, behind) for key in held]
+            nbytes = (reader.rows[1] - reader.rows[0]) * x_pitch(reader)
+            side = int(nbytes <= second_bytes and (used[0] or not used[1]))
+            result.append(_loaded(reader, side))
+            held = [held[0], _key(reader)] if side else [_key(reader), held[1] if nbytes <= second else None]
+        if row.x is not None and _key(row) in held and row.code != Code.MIX:
+            row.x_side = held.index(_key(row))
         result.append(row)
     return result
+
+
+def _key(row: Row) -> tuple:
+    return row.x, row.rows
+
+
+def _loaded(row: Row, side: int) -> Row:
+    """A plain load of what the row reads."""
+    assert row.x is not None
+    need = Row(Code.MIX, row.place, [], reads=[row.x], x=row.x, rows=row.rows, x_side=side)
+    need.args = {"src": row.x, "width": row.x.width}
+    need.args |= {k: row.args[k] for k in ("group", "group_pad") if row.code == Code.MOE_DOWN}
+    return need

@@ -147,7 +147,7 @@ def drop_units(kernel, wanted) -> tuple[int, int]:
     rows = [n for n, row in enumerate(kernel.schedule.rows) if wanted(row)]
     number = rows[len(rows) // 2]
     shares = kernel.work[:, number].tolist()
-    sm = next(sm for sm, (first, end) in enumerate(shares) if first < end)
+    sm = next(sm for sm, (first, end, *_) in enumerate(shares) if first < end)
     kernel.work[sm, number, 1] = shares[sm][0]
     return number, sm
 
