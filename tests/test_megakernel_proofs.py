@@ -121,7 +121,7 @@ def fused_steps(model: Model, tokens: torch.Tensor) -> tuple[list, torch.Tensor,
         logits.append(decoder.step(token).logits[0].clone())
         routes.append(torch.stack([decoder.kernel.tap(index) for index in picks]))
         if number % KEEP_EVERY == 0:
-            kept.append([state.cpu() for state in recurrent(decoder.state)])
+            kept.append([state.to("cpu", copy=True) for state in recurrent(decoder.state)])
     decoder.check()
     chosen = torch.stack(routes).cpu().flatten(0, 1)
     return kept, torch.stack(logits).cpu().double(), list(chosen)
