@@ -62,10 +62,10 @@ class Fields:
 
 
 def fetch_row(sm: Sm, fields: Int64, work: Int64, row: Int32):
-    """Two words of a row for each lane, and this SM's first and end unit; on their way when it returns."""
+    """Two words of a row for each lane, and this SM's first and end unit and cap; on their way when it returns."""
     low, high = ptx.ld_row(fields + Int64(row) * (4 * FIELD_WORDS) + Int64(sm.lane) * 8)
-    first, end = ptx.ld_row(work + Int64(row) * 8)
-    return low, high, first, end
+    first, end, cap, _ = ptx.ld_share(work + Int64(row) * 16)
+    return low, high, first, end, cap
 
 
 def region(sm: Sm, name: str) -> Int32:

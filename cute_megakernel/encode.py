@@ -32,9 +32,10 @@ class Encoder:
         """[rows, 64] int32"""
         return torch.tensor([self.words(row) for row in self.schedule.rows], dtype=torch.int32)
 
-    def work(self) -> torch.Tensor:
-        """[sms, rows, 2] int32"""
-        return torch.tensor(self.schedule.work, dtype=torch.int32)
+    def work(self, in_flight: int = 1) -> torch.Tensor:
+        """[sms, rows, 4] int32"""
+        shares, caps = torch.tensor(self.schedule.work), torch.tensor(self.schedule.caps(in_flight)).unsqueeze(-1)
+        return torch.cat([shares, caps, torch.zeros_like(caps)], dim=-1).int()
 
     def words(self, row: Row) -> list[int]:
         """The words of one row; rows are encoded in their order."""

@@ -39,7 +39,7 @@ def launcher(shape: KernelShape):
         fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
         seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
         rows: Int32, first_row: Int32, end_row: Int32, first_moe: Int32, max_pages: Int32, first_valid_slot: Int32,
-        in_flight: Int32, poll_ns: Int32, delay_seed: Int32, limit_ns: Int64,
+        poll_ns: Int32, delay_seed: Int32, limit_ns: Int64,
     ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -50,7 +50,7 @@ def launcher(shape: KernelShape):
         batch = {
             "tokens": tokens, "slots": slots, "is_new": is_new, "seq_lens": seq_lens, "page_table": page_table,
             "next_tokens": next_tokens, "next_values": next_values, "max_pages": max_pages,
-            "first_valid_slot": first_valid_slot, "trace": trace, "in_flight": in_flight, "poll_ns": poll_ns,
+            "first_valid_slot": first_valid_slot, "trace": trace, "poll_ns": poll_ns,
             "rows": rows,
             "first_row": first_row, "end_row": end_row, "first_moe": first_moe, "delay_seed": delay_seed,
         }  # fmt: skip
@@ -63,9 +63,9 @@ def launcher(shape: KernelShape):
         _prepare(sm)
         if _enter(sm) != 0:
             if warp < CONSUMER_WARPS:
-                _consume(sm, fields, work + Int64(block) * Int64(rows) * 8)
+                _consume(sm, fields, work + Int64(block) * Int64(rows) * 16)
             else:
-                stream(sm, fields, work + Int64(block) * Int64(rows) * 8)
+                stream(sm, fields, work + Int64(block) * Int64(rows) * 16)
             ptx.bar_sync(2, THREADS)
             _leave(sm)
 
@@ -74,11 +74,11 @@ def launcher(shape: KernelShape):
         fields: Int64, work: Int64, words: Int64, control: Int64, tokens: Int64, slots: Int64, is_new: Int64,
         seq_lens: Int64, page_table: Int64, next_tokens: Int64, next_values: Int64, trace: Int64,
         rows: Int32, first_row: Int32, end_row: Int32, first_moe: Int32, max_pages: Int32, first_valid_slot: Int32,
-        in_flight: Int32, poll_ns: Int32, delay_seed: Int32, limit_ns: Int64, stream_handle: CUstream,
+        poll_ns: Int32, delay_seed: Int32, limit_ns: Int64, stream_handle: CUstream,
     ):  # fmt: skip
         decode_step(
             fields, work, words, control, tokens, slots, is_new, seq_lens, page_table, next_tokens, next_values,
-            trace, rows, first_row, end_row, first_moe, max_pages, first_valid_slot, in_flight, poll_ns, delay_seed,
+            trace, rows, first_row, end_row, first_moe, max_pages, first_valid_slot, poll_ns, delay_seed,
             limit_ns,
         ).launch(
             grid=[shape.sms, 1, 1], block=[THREADS, 1, 1], smem=layout.end, stream=stream_handle, cooperative=True
@@ -134,10 +134,10 @@ def _leave(sm: Sm):
 def _consume(sm: Sm, fields: Int64, work: Int64):
     """The consumer warps: row after row, the next row's words on their way meanwhile."""
     pos, turn, row, rows = Int32(0), Int32(0), sm.batch["first_row"], sm.batch["end_row"]
-    low, high, first, end = fetch_row(sm, fields, work, row)
+    low, high, first, end, _ = fetch_row(sm, fields, work, row)
     while row < rows:
         following = ptx.select(row + 1 < rows, row + 1, row)
-        next_low, next_high, next_first, next_end = fetch_row(sm, fields, work, following)
+        next_low, next_high, next_first, next_end, _ = fetch_row(sm, fields, work, following)
         if first < end:
             f = Fields(region(sm, "row") + turn * (4 * FIELD_WORDS), row)
             if cutlass.const_expr(sm.shape.delay):

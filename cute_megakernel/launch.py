@@ -17,7 +17,7 @@ ADDRESSES = (
     "next_values", "trace",
 )  # fmt: skip
 NUMBERS = (
-    "rows", "first_row", "end_row", "first_moe", "max_pages", "first_valid_slot", "in_flight", "poll_ns", "delay_seed",
+    "rows", "first_row", "end_row", "first_moe", "max_pages", "first_valid_slot", "poll_ns", "delay_seed",
 )  # fmt: skip
 TYPES = (ctypes.c_int64,) * len(ADDRESSES) + (ctypes.c_int32,) * len(NUMBERS) + (ctypes.c_int64,)
 TAGS_A_LAUNCH = 32  # a launch may tag words with its number times this, plus a small `sub`

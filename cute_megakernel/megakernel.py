@@ -82,8 +82,8 @@ class Megakernel:
         size = sms * len(schedule.rows) * 2 if trace else 2
         self.times = torch.zeros(size, dtype=torch.int64, device=device)
         self._lists: list[Tensor] = []
-        self.fields, self.work = self._encode(schedule, taps)
         self._in_flight = in_flight or DEFAULT_IN_FLIGHT
+        self.fields, self.work = self._encode(schedule, taps)
         self._poll_ns = POLL_NS
         self._limit_ns = int(limit_s * 1e9)
         self.delay_seed = 0
@@ -126,7 +126,7 @@ class Megakernel:
 
     def _encode(self, schedule: Schedule, taps: bool) -> tuple[Tensor, Tensor]:
         encoder = Encoder(schedule, self._address, taps)
-        return encoder.table().to(self.images.device), encoder.work().to(self.images.device)
+        return encoder.table().to(self.images.device), encoder.work(self._in_flight).to(self.images.device)
 
     def _launch_rows(
         self, schedule: Schedule, table: tuple[Tensor, Tensor], tokens: Tensor, batch: Batch, first: int, end: int
@@ -143,7 +143,6 @@ class Megakernel:
             schedule.lists_before(first),
             batch.page_table.stride(0),
             batch.first_valid_slot,
-            min(self._in_flight, self.schedule.shape.slots),
             self._poll_ns,
             self.delay_seed,
         )

@@ -82,6 +82,12 @@ def ld_row(addr: Int64):
     return inline_ptx(text, write_only_types=[Int32] * 2, read_only_args=[addr])
 
 
+def ld_share(addr: Int64):
+    """Four words of the table."""
+    text = "ld.global.nc.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
+
+
 def ld_global_f32(addr: Int64) -> Float32:
     return inline_ptx("ld.global.nc.f32 {$w0}, [{$r0}];", write_only_types=[Float32], read_only_args=[addr])
 

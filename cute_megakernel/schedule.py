@@ -6,6 +6,7 @@ emulator, the validator and the trace alike.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -55,6 +56,27 @@ class Schedule:
     def lists_before(self, number: int) -> int:
         """Lists of experts made by rows before row `number`."""
         return sum(row.code == Code.MOE_ROUTER for row in self.rows[:number])
+
+    def caps(self, in_flight: int) -> list[list[int]]:
+        """[sms][rows] full slots on their way to an SM at most: `in_flight` where it reads as much as the others do
+        between two hand-overs to all, more or fewer where it reads more or less."""
+        caps = [[in_flight] * len(self.rows) for _ in self.work]
+        starts = [n for n, row in enumerate(self.rows) if row.units == 0 and row.x is not None] + [len(self.rows)]
+        for start, end in pairwise([0, *starts]):
+            loads = [sum(self._row_bytes(n, sm) for n in range(start, end)) for sm in range(len(self.work))]
+            mean = sum(loads) / len(loads)
+            for sm, load in enumerate(loads):
+                cap = round(in_flight * load / mean) if mean else in_flight
+                caps[sm][start:end] = [max(2, min(cap, self.shape.slots))] * (end - start)
+        return caps
+
+    def _row_bytes(self, number: int, sm: int) -> int:
+        """What an SM streams for a row, if every expert is picked by one batch row at most."""
+        row, (first, end) = self.rows[number], self.work[sm][number]
+        if row.code not in STREAMED or row.units <= 0:
+            return 0
+        experts = self.shape.rows * self.shape.top_k if row.code == Code.MOE_DOWN else 1
+        return max(0, end - first) * row.unit_bytes * experts
 
     def streamed_bytes(self, sm: int) -> int:
         """Bytes that the SM streams, but for the experts, which the router decides."""

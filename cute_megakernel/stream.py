@@ -1,9 +1,9 @@
 """The streaming warp: copies what the rows of this SM will consume into the ring, in their order, as far ahead as slots
 are free. It waits for nothing that is being computed, but for the router's choice of experts.
 
-No more than `in_flight` full slots are on their way at a time, or as many bytes in slots that hold less: what the
-memory system has queued for an SM delays the words that it asks for. Caps of 3 to 8 copies differ by 1 % (MEASURED.md,
-megakernel).
+No more full slots are on their way at a time than the cap of the row and SM, or as many bytes in slots that hold less:
+what the memory system has queued for an SM delays the words that it asks for. An SM that has more to read than others
+before the next hand-over has a higher cap, and so a larger share of the bandwidth (`schedule.caps`).
 """
 
 import cutlass
@@ -34,31 +34,31 @@ from cute_megakernel.stages.moe_gate_up import share
 @cute.jit
 def stream(sm: Sm, fields: Int64, work: Int64):
     pos, row, rows = Int32(0), sm.batch["first_row"], sm.batch["end_row"]
-    low, high, first, end = fetch_row(sm, fields, work, row)
+    low, high, first, end, cap = fetch_row(sm, fields, work, row)
     while row < rows:
         following = ptx.select(row + 1 < rows, row + 1, row)
-        next_low, next_high, next_first, next_end = fetch_row(sm, fields, work, following)
+        next_low, next_high, next_first, next_end, next_cap = fetch_row(sm, fields, work, following)
         if first != end:  # an SM without outputs of moe_down has (1, 0): it passes the list of experts on
             f = Fields(region(sm, "row") + 8 * FIELD_WORDS, row)
             ptx.sync_warp()
             ptx.st_shared_v2_b32(region(sm, "row") + 8 * FIELD_WORDS + sm.lane * 8, low, high)
             ptx.sync_warp()
-            pos = _stream_row(sm, f, pos, first, end)
-        low, high, first, end = next_low, next_high, next_first, next_end
+            pos = _stream_row(sm, f, pos, first, end, cap)
+        low, high, first, end, cap = next_low, next_high, next_first, next_end, next_cap
         row += 1
 
 
 @cute.jit
-def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32, cap: Int32) -> Int32:
     code = f["code"]
     if code == Code.LINEAR:
-        pos = _linear(sm, f, pos, first, end)
+        pos = _linear(sm, f, pos, first, end, cap)
     elif code == Code.MOE_GATE_UP:
-        pos = _gate_up(sm, f, pos)
+        pos = _gate_up(sm, f, pos, cap)
     elif code == Code.MOE_DOWN:
-        pos = _down(sm, f, pos, first, end)
+        pos = _down(sm, f, pos, first, end, cap)
     elif code == Code.KDA_HEAD:
-        pos = _head(sm, f, pos, first)
+        pos = _head(sm, f, pos, first, cap)
     elif code == Code.MIX:
         _prefetch(sm, f)
     return pos
@@ -75,7 +75,7 @@ def _prefetch(sm: Sm, f: Fields):
 
 
 @cute.jit
-def _head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
+def _head(sm: Sm, f: Fields, pos: Int32, item: Int32, cap: Int32) -> Int32:
     """The state of an item, unless it starts from zeros, and the tiles of its head."""
     K, H = sm.shape.kda_head_dim, sm.shape.kda_heads
     r, h = item // H, item % H
@@ -84,10 +84,10 @@ def _head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
     _prefetch_head(sm, f, h, slot, old)
     if old:
         source = address_of(f, "pool") + Int64(slot) * address_of(f, "pool_stride") + Int64(h) * (4 * K * K)
-        pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES))
+        pos = _copy(sm, pos, source, Int32(4 * K * K), Int32(STATE_BYTES), cap)
     for i in cutlass.range_constexpr(2 if sm.shape.low_rank_gate else 1):
         source = address_of(f, ("f_b", "g_b")[i]) + Int64(h) * (2 * K * K)
-        pos = _copy(sm, pos, source, Int32(2 * K * K), Int32(STATE_BYTES))
+        pos = _copy(sm, pos, source, Int32(2 * K * K), Int32(STATE_BYTES), cap)
     return pos
 
 
@@ -111,9 +111,9 @@ def _prefetch_head(sm: Sm, f: Fields, h: Int32, slot: Int32, old):
 
 
 @cute.jit
-def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: Int32) -> Int32:
+def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: Int32, cap: Int32) -> Int32:
     """A contiguous piece of memory into as many slots as it takes, `per_slot` bytes each."""
-    done, most = Int32(0), _most_slots(sm, per_slot)
+    done, most = Int32(0), _most_slots(sm, cap, per_slot)
     while done < nbytes:
         size = ptx.select(nbytes - done < per_slot, nbytes - done, per_slot)
         _reserve(sm, pos, size, most)
@@ -128,10 +128,9 @@ def _full(sm: Sm, pos: Int32) -> Int32:
     return region(sm, "full") + slot_index(sm, pos) * 8
 
 
-def _most_slots(sm: Sm, per_slot: Int32) -> Int32:
+def _most_slots(sm: Sm, cap: Int32, per_slot: Int32) -> Int32:
     """Slots of `per_slot` bytes that may be on their way at a time."""
-    most = sm.batch["in_flight"] * SLOT_BYTES // per_slot
-    return ptx.select(most < sm.shape.slots, most, Int32(sm.shape.slots))
+    return ptx.smaller(cap * SLOT_BYTES // per_slot, Int32(sm.shape.slots))
 
 
 @cute.jit
@@ -161,11 +160,11 @@ class Rows:
 
 
 @cute.jit
-def _linear(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _linear(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32, cap: Int32) -> Int32:
     """Tiles [first, end): pieces of them, or a few whole ones, two in a slot."""
     rows = Rows(f)
     tile, inside, left = first, Int32(0), (end - first) * rows.ppt
-    most = _most_slots(sm, 16 * rows.tpp * rows.piece)
+    most = _most_slots(sm, cap, 16 * rows.tpp * rows.piece)
     while left > 0:
         count = ptx.smaller(left, 2 * rows.tpp)
         _reserve(sm, pos, count * 8 * rows.piece, most)
@@ -208,24 +207,24 @@ def _copy_rows(
 
 
 @cute.jit
-def _gate_up(sm: Sm, f: Fields, pos: Int32) -> Int32:
+def _gate_up(sm: Sm, f: Fields, pos: Int32, cap: Int32) -> Int32:
     """This SM's tiles of the picked experts, two pieces a slot; where an expert ends, the next piece is another's."""
     wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
     low, high = share(sm, ptx.ld_shared_b32(region(sm, "ids")), f["total"])
     if low < high:
         place = low // f["total"]
         if cutlass.const_expr(sm.shape.mxfp4):
-            pos = _gate_up_blocks(sm, f, pos, place, low - place * f["total"], high - low)
+            pos = _gate_up_blocks(sm, f, pos, place, low - place * f["total"], high - low, cap)
         else:
-            pos = _gate_up_rows(sm, f, pos, place, low - place * f["total"], high - low)
+            pos = _gate_up_rows(sm, f, pos, place, low - place * f["total"], high - low, cap)
     return pos
 
 
 @cute.jit
-def _gate_up_blocks(sm: Sm, f: Fields, pos: Int32, place: Int32, tile: Int32, tiles: Int32) -> Int32:
+def _gate_up_blocks(sm: Sm, f: Fields, pos: Int32, place: Int32, tile: Int32, tiles: Int32, cap: Int32) -> Int32:
     nbytes, last = f["piece"] * sm.shape.block_bytes, f["total"] * f["ppt"]
     left, inside = tiles * f["ppt"], tile * f["ppt"]  # piece of the expert
-    most, weight, stride = _most_slots(sm, 2 * nbytes), address_of(f, "weight"), address_of(f, "expert_stride")
+    most, weight, stride = _most_slots(sm, cap, 2 * nbytes), address_of(f, "weight"), address_of(f, "expert_stride")
     while left > 0:
         count = ptx.smaller(left, Int32(2))
         _reserve(sm, pos, count * nbytes, most)
@@ -241,10 +240,10 @@ def _gate_up_blocks(sm: Sm, f: Fields, pos: Int32, place: Int32, tile: Int32, ti
 
 
 @cute.jit
-def _gate_up_rows(sm: Sm, f: Fields, pos: Int32, place: Int32, tile: Int32, tiles: Int32) -> Int32:
+def _gate_up_rows(sm: Sm, f: Fields, pos: Int32, place: Int32, tile: Int32, tiles: Int32, cap: Int32) -> Int32:
     rows, total, stride = Rows(f), f["total"], address_of(f, "expert_stride")
     left, inside, together = tiles * rows.ppt, Int32(0), side_by_side(rows)
-    most = _most_slots(sm, 16 * rows.piece)
+    most = _most_slots(sm, cap, 16 * rows.piece)
     while left > 0:
         count = ptx.smaller(left, Int32(2))
         _reserve(sm, pos, count * 8 * rows.piece, most)
@@ -281,10 +280,10 @@ def _put_piece(sm: Sm, pos: Int32, at: Int32, source: Int64, stride: Int64, plac
 
 
 @cute.jit
-def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32, cap: Int32) -> Int32:
     wait_barrier(sm, region(sm, "ids_ready"), (f["sub"] - sm.batch["first_moe"]) & 1)
     if first < end:
-        pos = _down_experts(sm, f, pos, first, end)
+        pos = _down_experts(sm, f, pos, first, end, cap)
     if f["local"] != 0:
         ptx.sync_warp()
         if sm.lane == 0:
@@ -293,7 +292,7 @@ def _down(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
 
 
 @cute.jit
-def _down_experts(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
+def _down_experts(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32, cap: Int32) -> Int32:
     """This SM's outputs of every expert that its batch rows picked, cut into pieces, two a slot."""
     rows, block = Rows(f), f["piece"] * sm.shape.block_bytes
     units, together, r0, r1 = (end - first) * rows.ppt, Int32(1), f["r0"], f["r1"]
@@ -301,7 +300,7 @@ def _down_experts(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> In
         together = side_by_side(rows)
     step = together * rows.tpp
     left, side = served_experts(sm, r0, r1) * ((units + step - 1) // step), Int32(0)
-    slots = _most_slots(sm, (3 - together) * ptx.smaller(units, step) * block)
+    slots = _most_slots(sm, cap, (3 - together) * ptx.smaller(units, step) * block)
     for place in range(ptx.ld_shared_b32(region(sm, "ids"))):
         wanted = Int32(1)
         if r1 - r0 != sm.shape.rows:

@@ -1,7 +1,7 @@
-"""The table in memory: 64 words a row for all SMs, and two words a row for each SM.
+"""The table in memory: 64 words a row for all SMs, and four words a row for each SM.
 
 fields [rows, 64] int32      what the row does; 64-bit addresses take two words and start at an even place
-work   [sms, rows, 2] int32  first and end unit of the SM; first = end: nothing to do
+work   [sms, rows, 4] int32  first and end unit of the SM, its cap of copies; first = end: nothing to do
 """
 
 # "a/b": one word under two names, for rows of different codes

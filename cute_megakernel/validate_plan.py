@@ -107,7 +107,7 @@ def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: st
         most = -(-min(MAX_PICKS, shape.rows * shape.top_k, shape.num_experts) * f["total"] // shape.sms)
     _check_pieces(schedule, f, most, where)
     if row.code == Code.MOE_DOWN:
-        room = min(2 * shape.sums // (PICKS * f["ppt"]), CONSUMERS // (2 * shape.rows))
+        room = min(2 * shape.sums // (PICKS * f["ppt"]), CONSUMERS // (8 * shape.rows))
         expect(most <= room, where, f"{most} tiles are too many for one SM, its sums have room for {room}")
         padded = f["kb"] * (64 if shape.mxfp4 else 32)
         expect(padded <= f["group_pad"], where, "weights reach past their inputs")

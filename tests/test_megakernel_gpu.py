@@ -73,11 +73,14 @@ def test_a_few_layers_alone_mini(family, count):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrong_weight_is_named_by_its_op_mini(family):
-    """One image off by a tenth, in the middle of the fused kernel."""
+    """One weight off by a tenth, in the middle of the fused kernel."""
     model = some_layers(mini(family), 3)
+    name = "layers.1.attn.o_proj"
+    right = model.images.tensors[name]
+    model.images.tensors[name] = right * 1.1
     kernel = kernel_of(model, 2, taps=True)
     row = next(row for row in kernel.schedule.rows if row.place.layer == 1 and row.name.endswith("o_proj"))
-    model.images.image(row.args["image"], row.args["weight"]).mul_(1.1)
+    assert row.args["weight"].path == name and right.data_ptr() == model.weights.layers[1].attn.o_proj.data_ptr()
     walk = Walk(model.config, model.weights, kernel, StepReport())
     with pytest.raises(OverBound, match=rf"{row.place}, right side \(megakernel\): linear: y"):
         walk.step(tokens_of(model, 2), batch_of([4, 1], [20, 3]))

@@ -98,15 +98,15 @@ def kda_head(sm: Sm, f: Fields, pos: Int32, item: Int32) -> Int32:
         if tapped:
             put(sm, f, "tap_o", H * K, r, h * K + value_row, ptx.float_bits(o))
     sync(sm)
+    if sm.warp == 0:
+        gated_rms_norm(sm, f, r, h, local(sm, "o"), local(sm, "gate"), local(sm, "norm"))
+    advance(state, k, decay, correction, rows)
+    sync(sm)  # the words of y go first
     if cutlass.const_expr(sm.shape.low_rank_gate):
         own = first_own(sm, pos)
         if own < tile_slots(sm):
             release(sm, pos + own)
         pos = pos + tile_slots(sm)
-    if sm.warp == 0:
-        gated_rms_norm(sm, f, r, h, local(sm, "o"), local(sm, "gate"), local(sm, "norm"))
-    advance(state, k, decay, correction, rows)
-    sync(sm)  # the words of y go first
     if slot >= 0:
         store_rows(sm, f, h, slot, state)
         if sm.thread < 3 * K:

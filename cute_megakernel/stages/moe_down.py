@@ -4,7 +4,8 @@
 
 The experts of the step come one after the other in ascending order. A warp does a piece of one expert, scales it by
 the weight that each batch row gives that expert, and leaves it at the row's pick, for the rows that picked it; at the
-end the picks of a row are added in their own order, so a row does not depend on what its neighbours picked.
+end the picks of a row are added in their own order, by quarters, so a row does not depend on what its neighbours
+picked.
 
 Rounding   float32 sums and weights, one rounding to bfloat16 at the end
 """
@@ -83,7 +84,7 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     """Experts of the list one after the other, each cut into the same pieces; a warp does those in its slots."""
     ppt, tpp, tiles, r0, r1 = f["ppt"], f["tpp"], high - low, f["r0"], f["r1"]
     per_expert = (tiles * ppt + tpp - 1) // tpp
-    place, row, half = unit_of_thread(sm)
+    place, row, half = unit_of_thread(sm, 4)
     mine = (place < tiles) & (row < r1 - r0)
     at = (row + r0) * f["dst_pitch"] + 4 * (low + place) + 2 * half
     asked = ask_addends(sm, f, mine, at)
@@ -96,9 +97,23 @@ def moe_down(sm: Sm, f: Fields, pos: Int32, low: Int32, high: Int32) -> Int32:
     slots = (pieces + 1) >> 1
     pass_by(sm, phase, piece, slots)
     sync(sm)
-    if mine:
-        finish(sm, f, add_sums(sm, place * ppt * PICKS, row, half, ppt * sm.shape.top_k), asked, at)
+    values = _add_picks(sm, place * ppt * PICKS, row, half, ppt, mine)
+    if mine & ((sm.thread & 3) == 0):
+        finish(sm, f, values, asked, at)
     return pos + slots
+
+
+@cute.jit
+def _add_picks(sm: Sm, entry: Int32, row: Int32, half: Int32, ppt: Int32, mine):
+    """Four outputs over the picks of a batch row: four neighbouring threads add a quarter each, then the quarters."""
+    quarter = ptx.opaque(sm.thread) & 3
+    entries = -(-sm.shape.top_k // 4) * ppt
+    count = ptx.smaller(ppt * sm.shape.top_k - quarter * entries, entries)
+    v = add_sums(sm, entry + quarter * entries, row, half, ptx.select(mine, count, Int32(0)))
+    ptx.sync_warp()
+    for step in cutlass.range_constexpr(2):
+        v = tuple(value + ptx.shfl_xor(value, 1 << step) for value in v)
+    return v
 
 
 @cute.jit

@@ -249,9 +249,10 @@ def copy_of_thread(place: Int32, tiles: Int32, copies: Int32):
     return place, copy, (place < tiles) & (copy < copies)
 
 
-def unit_of_thread(sm: Sm) -> tuple[Int32, Int32, Int32]:
-    """The sums a thread adds up: tile of the group, batch row, half of the tile."""
-    half, unit, rows = sm.thread & 1, sm.thread >> 1, sm.shape.rows
+def unit_of_thread(sm: Sm, share: int = 1) -> tuple[Int32, Int32, Int32]:
+    """The sums a thread adds up, or `share` threads, a power of two: tile of the group, batch row, half of the tile."""
+    thread, rows = ptx.opaque(sm.thread) >> share.bit_length() - 1, sm.shape.rows
+    half, unit = thread & 1, thread >> 1
     if rows & (rows - 1) == 0:
         return unit >> rows.bit_length() - 1, unit & (rows - 1), half
     return unit // rows, unit % rows, half
