@@ -82,7 +82,8 @@ class FusedBench:
         if long.us <= short.us:
             raise RuntimeError(f"{more} layers took {long.us:.2f} us, {fewer} layers {short.us:.2f} us")
         row.sets, row.cold = more, True
-        us, p20, p80 = ((getattr(long, what) - getattr(short, what)) / WALK for what in ("us", "p20_us", "p80_us"))
+        differences = (getattr(long, what) - getattr(short, what) for what in ("us", "p20_us", "p80_us"))
+        us, p20, p80 = (difference / (more - fewer) for difference in differences)
         row.set_timing(Timing(us, p20, p80, long.calls, long.replays), self.bench.ceiling)
         row.note = f"{more} layers minus {fewer}"
 
@@ -206,12 +207,12 @@ def fused_schedule(config: KimiConfig, tp: int, rows: int, layers: Sequence[int]
 
 def layer_walks(config: KimiConfig) -> tuple[list[int], list[int]]:
     """Layers of the shorter and of the longer walk. Both begin with layers that start a block, so that what is between
-    them has as many bank rows as the chain of `bench_layers`."""
+    them has as many bank rows as the chain of `bench_layers`, if the model has so many layers."""
     kda = [layer for layer in config.kda_layers if layer not in config.dense_layers]
-    starts = [layer for layer in kda if config.starts_block(layer)][:USUAL_BANK]
-    plain = [layer for layer in kda if not config.starts_block(layer)]
-    plain = (plain * 2 * WALK)[: 2 * WALK]  # MINI models have fewer
-    return [*starts, *plain[:WALK]], [*starts, *plain]
+    starts = [layer for layer in kda if config.starts_block(layer)][: min(USUAL_BANK, len(kda) - 2)]
+    rest = [layer for layer in kda if layer not in starts]
+    count = min(WALK, len(rest) // 2)
+    return [*starts, *rest[:count]], [*starts, *rest[: 2 * count]]
 
 
 def walk_layers(config: KimiConfig) -> list[int]:

@@ -81,6 +81,7 @@ def test_two_walks_differ_by_eight_layers_behind_the_same_bank():
     assert not set(long) & {*K3.mla_layers, *K3.dense_layers} and len(set(long)) == len(long)
     short, long = layer_walks(KIMI_LINEAR_48B)
     assert long[:8] == short and len(set(long)) == 16
+    assert layer_walks(K3_MINI) == ([2, 1], [2, 1, 4])
 
 
 @pytest.mark.parametrize(("config", "layers"), ((K3, [0, 1, 3]), (KIMI_LINEAR_48B, [0, 1, 3])), ids=("k3", "linear"))
@@ -198,7 +199,7 @@ def test_the_cases_with_a_stand_in(stand_in, monkeypatch, tmp_path, capsys):
         (case, context, by) for case in cases for context in (70, 130) for by in ("triton", "megakernel")
     ]
     assert all(row["us"] and row["floor_us"] and row["share_of_ceiling"] for row in result["results"])
-    assert {row["note"] for row in result["results"]} == {"", "18 layers minus 10"}
+    assert {row["note"] for row in result["results"]} == {"", "3 layers minus 2"}
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     lines = [line for line in lines if line and line[0] in cases]
     assert len(lines) == 6 and all(len(line) == 8 for line in lines)

@@ -1,6 +1,8 @@
 """The cache of kernels and proofs: what a key holds, that a file is whole or nothing, that none but ours is used; and
 the one way to launch what comes out of it."""
 
+import ast
+import ctypes
 import dataclasses
 import hashlib
 import json
@@ -260,6 +262,15 @@ def test_the_one_launch_is_cooperative_and_as_large_as_its_shape(monkeypatch):
     ]
     with pytest.raises(BackendError, match="cuLaunchCooperativeKernel says CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"):
         launched(Driver("cuLaunchCooperativeKernel"), monkeypatch)
+
+
+def test_arguments_are_those_of_the_kernel():
+    """Names, order and width: the driver knows none of them."""
+    tree = ast.parse((ROOT / "cute_megakernel/kernel.py").read_text())
+    (kernel,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "decode_step")
+    assert [arg.arg for arg in kernel.args.args] == [*ADDRESSES, *NUMBERS, "limit_ns"]
+    widths = {"Int32": 4, "Int64": 8}
+    assert [widths[ast.unparse(arg.annotation)] for arg in kernel.args.args] == [ctypes.sizeof(t) for t in TYPES]
 
 
 def test_a_cubin_with_two_kernels_is_refused():

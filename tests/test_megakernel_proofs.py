@@ -2,6 +2,7 @@
 thousands of steps without drift. And one step by itself, for tools that slow a launch down a hundred times: `make
 sanitize` runs `test_one_step_mini` under compute-sanitizer."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -111,7 +112,8 @@ def test_state_and_logits_do_not_drift_in_two_thousand_steps_mini(family):
 
 def fused_steps(model: Model, tokens: torch.Tensor) -> tuple[list, torch.Tensor, list[torch.Tensor]]:
     """-> recurrent states after every KEEP_EVERY steps, logits of all steps, experts of all router calls in order"""
-    decoder = Decoder(model.config, model.weights, "megakernel", 1, STEPS, CUDA, kernel_options={"taps": True})
+    config = dataclasses.replace(model.config, max_positions=STEPS)
+    decoder = Decoder(config, model.weights, "megakernel", 1, STEPS, CUDA, kernel_options={"taps": True})
     calls = decoder.kernel.schedule.recording.calls
     picks = [call.outputs[0].index for call in calls if call.op == "moe_router"]
     kept, logits, routes = [], [], []
@@ -119,7 +121,7 @@ def fused_steps(model: Model, tokens: torch.Tensor) -> tuple[list, torch.Tensor,
         logits.append(decoder.step(token).logits[0].clone())
         routes.append(torch.stack([decoder.kernel.tap(index) for index in picks]))
         if number % KEEP_EVERY == 0:
-            kept.append([state.cpu() for state in recurrent(decoder.state)])
+            kept.append([state.to("cpu", copy=True) for state in recurrent(decoder.state)])
     decoder.check()
     chosen = torch.stack(routes).cpu().flatten(0, 1)
     return kept, torch.stack(logits).cpu().double(), list(chosen)
