@@ -36,7 +36,8 @@ def alone(schedule: Schedule, index: int) -> Schedule:
     shape = schedule.shape
     picked = [replace(schedule.rows[number]) for number in sorted(numbers)]
     own = dict(zip(map(id, picked), sorted(numbers), strict=True))
-    rows = load(picked, shape.x_bytes - second_x(shape.rows, shape.hidden_size))
+    second = second_x(shape.rows, shape.hidden_size)
+    rows = load(picked, second, shape.x_bytes - second)
     work = [[shares[own[id(row)]] if id(row) in own else (0, 1) for row in rows] for shares in schedule.work]
     return replace(schedule, rows=rows, work=work)
 
