@@ -57,6 +57,7 @@ def test_another_package_with_the_same_architecture_is_one_line(monkeypatch, cap
     (f"{compat.KDA_DISPATCHER}.__init__", ["self", "decode_backend", "prefill_backend", "verify_backend"]),
     (f"{compat.KDA_BACKEND}.forward_decode", ["self", "layer", "forward_batch", "mixed_qkv", "a", "b"]),
     (f"{compat.MXFP4_METHOD}.process_weights_after_loading", ["self", "layer"]),
+    (f"{compat.RESULTS}.process_batch_result_decode", ["self", "batch", "result"]),
     ("sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._track_mamba_state_decode",
      ["self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id"]),
 ])  # fmt: skip
