@@ -8,6 +8,7 @@ CUDA graphs, overlapped steps and the prefix cache with state are on, as in a se
 every 64 tokens, so that the continued requests below find states that decode steps made.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,7 +26,7 @@ from kimi_kernels.hf_config import write_config
 
 HERE = Path(__file__).parent
 LAYERS = 4
-SECONDS = 480
+SECONDS = 300
 MAX_ROWS = 8
 ENGINE = dict(
     dtype="bfloat16",
@@ -132,35 +133,37 @@ ROUNDS = {"compared": compared, "churn": churn}
 
 
 class Engines:
-    """Starts an engine for each name; `outcome(name)` waits for it and gives its rounds and its log."""
+    """Starts an engine for each name; `outcome(name)` gives its rounds and its log once `wait` is over."""
 
     def __init__(self, folder: Path, layers: int, names: tuple[str, ...] = tuple(JOBS)):
         self._folder, self._running, self.configs = folder, {}, configs(layers)
+        self._end = time.monotonic() + SECONDS
         for family, config in self.configs.items():
             write_model(folder / family, config)
         for number, name in enumerate(names):
             self._running[name] = self._start(number, name)
 
+    def wait(self) -> None:
+        """Until all have ended, SECONDS at most."""
+        for process in self._running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, self._end - time.monotonic()))
+
     def outcome(self, name: str) -> tuple[list[dict], str]:
-        """Raises AssertionError with the end of the log where the engine failed."""
-        process, started = self._running[name]
-        try:
-            code = process.wait(max(1.0, started + SECONDS - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            code = f"nothing after {SECONDS} s"
-        log = self._file(name, "log").read_text()
-        assert code == 0, f"{name}: {code}\n{log[-6000:]}"
+        """Raises AssertionError with the end of the log where the engine failed or is not done."""
+        code, log = self._running[name].poll(), self._file(name, "log").read_text()
+        assert code == 0, f"{name}: {'not done' if code is None else f'ended with {code}'}\n{log[-6000:]}"
         return json.loads(self._file(name, "json").read_text()), log
 
     def close(self) -> None:
-        for process, _ in self._running.values():
+        for process in self._running.values():
             process.terminate()
             process.wait()
 
     def _file(self, name: str, suffix: str) -> Path:
         return self._folder / f"{name.replace(' ', '-')}.{suffix}"
 
-    def _start(self, number: int, name: str) -> tuple[subprocess.Popen, float]:
+    def _start(self, number: int, name: str) -> subprocess.Popen:
         job = JOBS[name]
         ports = {"port": 30000 + 50 * number, "nccl_port": 30010 + 50 * number}
         engine = {**ENGINE, "model_path": str(self._folder / job.family), **ports, **dict(job.arguments)}
@@ -168,13 +171,12 @@ class Engines:
         self._file(name, "job").write_text(json.dumps({"engine": engine, "rounds": rounds}))
         command = [sys.executable, str(HERE / "gpu_rounds.py"), str(self._file(name, "job"))]
         with self._file(name, "log").open("w") as log:
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, str(self._file(name, "json"))],
                 env=environment() | dict(job.environment),
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        return process, time.monotonic()
 
 
 def environment() -> dict[str, str]:

@@ -26,6 +26,7 @@ def gpu_engines(tmp_path_factory, request):
     if find_spec("sglang") is None or find_spec("cutlass") is None:
         pytest.skip("needs the packages sglang and nvidia-cutlass-dsl")
     started = Engines(tmp_path_factory.mktemp("gpu"), request.config.getoption("--layers"))
+    started.wait()
     yield started
     started.close()
 
@@ -38,7 +39,7 @@ def noise(stock: list[dict]) -> float:
 
 def compare(want: dict, got: dict, allowed: float) -> float:
     """Share of tokens compared. Raises AssertionError for a logprob or a choice that `allowed` does not explain."""
-    compared = 0
+    compared, worst = 0, 0.0
     for request in range(len(want["tokens"])):
         theirs, ours = want["tokens"][request], got["tokens"][request]
         assert len(theirs) == len(ours), f"request {request}: {len(ours)} tokens, not {len(theirs)}"
@@ -51,8 +52,10 @@ def compare(want: dict, got: dict, allowed: float) -> float:
                 break
             off = abs(want["logprobs"][request][position] - got["logprobs"][request][position])
             assert off <= allowed, f"{where}: logprobs differ by {off:.4f}, allowed {allowed:.4f}"
-            compared += 1
-    return compared / sum(map(len, want["tokens"]))
+            compared, worst = compared + 1, max(worst, off)
+    share = compared / sum(map(len, want["tokens"]))
+    print(f"{share:.3f} of the tokens compared, logprobs differ by {worst:.4f} at most, allowed {allowed:.4f}")
+    return share
 
 
 @pytest.mark.parametrize("name", PAIRS)
