@@ -126,6 +126,7 @@ def churn(config: KimiConfig, count: int = 500) -> list[dict]:
     return [
         {"kind": "churn", "prompts": prompts, "new": new, "arrive": arrive, "stop_after": stop},
         {"kind": "alone", "of": 0, "flush": True},
+        {"kind": "score", "of": 1},
     ]
 
 

@@ -81,7 +81,9 @@ def churn(engine, prompts: list, new: list[int], arrive: list[float], stop_after
 def alone(engine, before: dict) -> dict:
     done = [i for i, reason in enumerate(before["reasons"]) if reason == "length"]
     each = [batch(engine, [before["prompts"][i]], [before["new"][i]]) for i in done]
-    return {"requests": done} | {name: [one[name][0] for one in each] for name in ("tokens", "logprobs", "top")}
+    return {"requests": done} | {
+        name: [one[name][0] for one in each] for name in ("prompts", "tokens", "logprobs", "top")
+    }
 
 
 def empty_cache(engine) -> None:

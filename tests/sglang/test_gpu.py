@@ -1,8 +1,9 @@
 """Real engines on a GPU, as a server runs them: the megakernel's and our ops' tokens and logprobs are SGLang's own.
 
-Two correct implementations in bfloat16 differ in rounding, and SGLang's prefill and decode do so between themselves:
-what its decode and its prefill give for the same tokens differs by `noise`. Ours may differ from its decode by twice
-that, and may choose another token only where SGLang's best ones are as close; a sequence is compared up to there.
+Two correct implementations in bfloat16 differ in rounding and, where two are close, in the experts that they pick. So do
+SGLang's prefill and decode of the same tokens: their differences are the measure. The median and the 90th percentile of
+ours to SGLang's decode may be twice as large, the largest four times; another token may be chosen only where SGLang's
+best ones are that close, and a sequence is compared up to there.
 
     pytest -m gpu tests/sglang/test_gpu.py [--layers N]        N layers of Kimi-Linear-48B, 4 to 27
 """
@@ -16,6 +17,8 @@ from gpu_engines import JOBS, Engines
 
 pytestmark = pytest.mark.gpu
 PAIRS = [name for name in JOBS if name.split()[1] in ("flag", "per-op") and JOBS[name].rounds == "compared"]
+QUANTILES, FACTORS = (0.5, 0.9, 1.0), (2, 2, 4)
+SHARE = 0.25  # of the tokens; fewer would prove little
 FLAGS = [name for name in JOBS if name.endswith("flag")]
 
 
@@ -31,30 +34,34 @@ def gpu_engines(tmp_path_factory, request):
     started.close()
 
 
-def noise(stock: list[dict]) -> float:
-    """Largest difference of SGLang's prefill and decode on its own tokens; one bfloat16 ulp of a logit at least."""
-    pairs = zip(stock[0]["logprobs"], stock[1]["logprobs"], strict=True)
-    return max(2.0**-8, *(abs(a - b) for left, right in pairs for a, b in zip(left, right, strict=True)))
+def limits(decoded: dict, scored: dict) -> list[float]:
+    """What QUANTILES of differences may be, from those of decode and prefill on the same tokens."""
+    pairs = zip(decoded["logprobs"], scored["logprobs"], strict=True)
+    noise = quantiles([abs(a - b) for left, right in pairs for a, b in zip(left, right, strict=True)])
+    assert noise[0] < 0.05, f"prefill and decode of the same tokens differ by {noise}: nothing can be said"
+    # logits of about five in bfloat16 have steps of 2^-5
+    return [factor * max(2.0**-6, value) for factor, value in zip(FACTORS, noise, strict=True)]
 
 
-def compare(want: dict, got: dict, allowed: float) -> float:
-    """Share of tokens compared. Raises AssertionError for a logprob or a choice that `allowed` does not explain."""
-    compared, worst = 0, 0.0
-    for request in range(len(want["tokens"])):
-        theirs, ours = want["tokens"][request], got["tokens"][request]
+def quantiles(values: list[float]) -> list[float]:
+    return [sorted(values)[int(quantile * (len(values) - 1))] for quantile in QUANTILES]
+
+
+def compare(want: dict, got: dict, limit: list[float]) -> float:
+    """Share of tokens compared. Raises AssertionError for logprobs or a choice that `limit` does not explain."""
+    differences = []
+    for request, (theirs, ours) in enumerate(zip(want["tokens"], got["tokens"], strict=True)):
         assert len(theirs) == len(ours), f"request {request}: {len(ours)} tokens, not {len(theirs)}"
         for position, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            where = f"request {request}, token {position}"
             if a != b:
                 choices = {token: logprob for logprob, token in want["top"][request][position]}
                 gap = choices[a] - choices[b] if b in choices else float("inf")
-                assert gap <= 2 * allowed, f"{where}: {b} for {a}, {gap:.4f} below it, allowed {2 * allowed:.4f}"
+                assert gap <= limit[-1], f"request {request}, token {position}: {b} for {a}, {gap} below; {limit[-1]}"
                 break
-            off = abs(want["logprobs"][request][position] - got["logprobs"][request][position])
-            assert off <= allowed, f"{where}: logprobs differ by {off:.4f}, allowed {allowed:.4f}"
-            compared, worst = compared + 1, max(worst, off)
-    share = compared / sum(map(len, want["tokens"]))
-    print(f"{share:.3f} of the tokens compared, logprobs differ by {worst:.4f} at most, allowed {allowed:.4f}")
+            differences.append(abs(want["logprobs"][request][position] - got["logprobs"][request][position]))
+    share, found = len(differences) / sum(map(len, want["tokens"])), quantiles(differences)
+    print(f"{share:.3f} of the tokens, quantiles {QUANTILES} of differences {found}, allowed {limit}")
+    assert all(a <= b for a, b in zip(found, limit, strict=True)), f"{found} against {limit}"
     return share
 
 
@@ -62,9 +69,7 @@ def compare(want: dict, got: dict, allowed: float) -> float:
 def test_tokens_and_logprobs_are_those_of_sglang(gpu_engines, name):
     """Kimi-Linear, and K3 with MXFP4 experts; whole step and single ops; 1 to 8 rows under CUDA graphs."""
     (stock, _), (ours, _) = gpu_engines.outcome(f"{name.split()[0]} stock"), gpu_engines.outcome(name)
-    allowed = 2 * noise(stock)
-    assert allowed < 0.5, f"SGLang's own prefill and decode differ by {allowed / 2:.3f}: nothing can be said"
-    assert compare(stock[0], ours[0], allowed) > 0.5
+    assert compare(stock[0], ours[0], limits(*stock[:2])) > SHARE
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if JOBS[name].rounds == "compared"])
@@ -76,18 +81,21 @@ def test_states_that_decode_left_in_the_prefix_cache_are_right(gpu_engines, name
     first, cached, fresh = rounds[0], rounds[2], rounds[3]
     by_decode = [hit > len(prompt) for hit, prompt in zip(cached["cached"], first["prompts"], strict=True)]
     assert sum(by_decode) >= 4 and not any(fresh["cached"]), (cached["cached"], fresh["cached"])
-    assert compare(fresh, cached, 2 * noise(stock)) > 0.5
+    assert compare(fresh, cached, limits(*stock[:2])) > SHARE
 
 
 def test_five_hundred_requests_come_and_go(gpu_engines):
-    """None is lost, slots are used again and again, and each gets the tokens that it gets alone."""
-    (busy, alone), _ = gpu_engines.outcome("small flag")
+    """None is lost, slots are used again and again, and each gets the tokens that it gets alone.
+
+    SGLang's own check for slots that leak runs whenever an engine is idle, and ends it.
+    """
+    (busy, alone, scored), _ = gpu_engines.outcome("small flag")
     stops = [index for index, reason in enumerate(busy["reasons"]) if reason == "abort"]
     assert len(busy["tokens"]) == 500 and set(busy["reasons"]) == {"abort", "length"} and 20 <= len(stops) <= 80
     assert all(len(busy["tokens"][i]) == busy["new"][i] for i in alone["requests"])
     mine = {"tokens": [busy["tokens"][index] for index in alone["requests"]], "logprobs": alone["logprobs"]}
-    # one bfloat16 ulp of a logit: SGLang's prefill multiplies other tiles where prompts come together
-    assert compare(alone, mine, 2.0**-5) > 0.8
+    # SGLang's prefill multiplies other tiles where prompts come together
+    assert compare(alone, mine, limits(alone, scored)) > 0.75
 
 
 @pytest.mark.parametrize("name", FLAGS)
