@@ -2,7 +2,8 @@
 
 A process of its own for each engine: an engine that shut down still holds device memory and plugin state.
 
-    job     {"engine": {arguments of sglang.Engine}, "rounds": [{"prompts": [[ids], ...], "new": [tokens of each]}],
+    job     {"engine": {arguments of sglang.Engine},
+             "rounds": [{"prompts": [[ids], ...], "new": [tokens of each], "logprobs": whether to ask for them}],
              "wait": whether to wait for a line on standard input once the engine is up, which the file READY says}
     result  {"start_seconds": s, "rounds": [{"tokens": [[ids], ...], "logprobs": [[...], ...],
              "cached": [tokens of each], "seconds": s}]}
@@ -32,17 +33,18 @@ def run_job(job: dict, ready: Callable[[], object] = lambda: None) -> dict:
 
 
 def _run_round(engine, round_: dict) -> dict:
+    logprobs = round_.get("logprobs", False)
     start = time.perf_counter()
     outputs = engine.generate(
         input_ids=round_["prompts"],
         sampling_params=[{"temperature": 0, "max_new_tokens": new, "ignore_eos": True} for new in round_["new"]],
-        return_logprob=True,
+        return_logprob=logprobs,
     )
-    seconds = time.perf_counter() - start
+    seconds, metas = time.perf_counter() - start, [output["meta_info"] for output in outputs]
     return {
         "tokens": [output["output_ids"] for output in outputs],
-        "logprobs": [[entry[0] for entry in output["meta_info"]["output_token_logprobs"]] for output in outputs],
-        "cached": [output["meta_info"]["cached_tokens"] for output in outputs],
+        "logprobs": [[entry[0] for entry in meta["output_token_logprobs"]] for meta in metas if logprobs],
+        "cached": [meta["cached_tokens"] for meta in metas],
         "seconds": seconds,
     }
 

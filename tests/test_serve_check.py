@@ -33,10 +33,10 @@ def jobs(monkeypatch) -> dict:
 
 
 def answer(full: dict, rounds: list[dict]) -> dict:
-    """For each round as many sequences as it has prompts; rounds of one token take 0.1 s."""
+    """For each round as many sequences as it has prompts; rounds of one token take 0.1 s, with logprobs a second."""
     cut = [
         {key: full[key][: len(round_["prompts"])] for key in ("tokens", "logprobs")}
-        | {"seconds": 0.1 if round_["new"][0] == 1 else full["seconds"]}
+        | {"seconds": 0.1 if round_["new"][0] == 1 else 1.0 if round_.get("logprobs") else full["seconds"]}
         for round_ in rounds
     ]
     return {"start_seconds": 7.0, "rounds": cut}
@@ -55,7 +55,8 @@ def test_all_engines_get_the_same_prompts(checkpoint, jobs, capsys):
     assert flag == stock | {"enable_nvidia_megakernel": True} and stock["attention_backend"] == "triton"
     assert jobs["triton"]["engine"] == flag and jobs["triton"]["environment"] == {"KIMI_SGLANG_RUNNER": "triton"}
     assert jobs["stock"]["rounds"] == jobs["flag"]["rounds"] == jobs["triton"]["rounds"] and not jobs["at_once"]
-    # for each batch a warm-up, then prefill alone and the timed round
+    # for each batch a warm-up with logprobs, then prefill alone and the timed round
+    assert [round_.get("logprobs", False) for round_ in jobs["flag"]["rounds"]] == [True, False, False] * 2
     assert [round_["new"] for round_ in jobs["flag"]["rounds"]] == [[3, 3], [1, 1], [3, 3], [3], [1], [3]]
     assert [len(prompt) for prompt in result["prompts"]] == [4, 4]
     assert all(0 <= token < 320 for prompt in result["prompts"] for token in prompt)

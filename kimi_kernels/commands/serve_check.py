@@ -110,14 +110,14 @@ def run(args: argparse.Namespace) -> dict:
 
 
 def _rounds(prompts: list[list[int]], new: int, warm_up: int) -> list[dict]:
-    """One token is prefill alone: the difference to a full round is the decode steps."""
+    """Full rounds with logprobs, which cost time; then without: prefill alone, and full. Their difference is decode."""
     full, prefill = ({"prompts": prompts, "new": [count] * len(prompts)} for count in (new, 1))
-    return [full] * warm_up + [prefill, full]
+    return [full | {"logprobs": True}] * warm_up + [prefill, full]
 
 
 def _compared(rounds: dict[str, list[dict]], new: int) -> dict:
-    """The last round of each engine beside that of stock; the one before it is its prefill."""
-    stock, ours = rounds[STOCK][-1], {name: found[-1] for name, found in rounds.items() if name != STOCK}
+    """The last round with logprobs of each engine beside that of stock, and times."""
+    stock, ours = rounds[STOCK][-3], {name: found[-3] for name, found in rounds.items() if name != STOCK}
     return {
         "ms_per_token": {name: _ms_per_token(found, new) for name, found in rounds.items()},
         "equal_tokens": {
@@ -125,8 +125,8 @@ def _compared(rounds: dict[str, list[dict]], new: int) -> dict:
             for name, mine in ours.items()
         },
         "worst_logprob_difference": {name: max(_differences(stock, mine), default=0.0) for name, mine in ours.items()},
-        "tokens": {name: found[-1]["tokens"] for name, found in rounds.items()},
-        "logprobs": {name: found[-1]["logprobs"] for name, found in rounds.items()},
+        "tokens": {name: found[-3]["tokens"] for name, found in rounds.items()},
+        "logprobs": {name: found[-3]["logprobs"] for name, found in rounds.items()},
     }
 
 

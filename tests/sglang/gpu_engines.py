@@ -52,9 +52,7 @@ ENGINE = dict(
     log_level="info",
 )
 MEGAKERNEL = (("KIMI_SGLANG_RUNNER", "megakernel"),)
-PAGES = (("page_size", 64),)
-# the released runner of MXFP4 on Hopper
-MARLIN = (("moe_runner_backend", "marlin"), *TEXT, *PAGES)
+K3_TEXT = (*TEXT, ("page_size", 64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +67,8 @@ JOBS = {
     "kimi-linear stock": Job("kimi-linear", "compared"),
     "kimi-linear flag": Job("kimi-linear", "compared", FLAG, MEGAKERNEL),
     "kimi-linear per-op": Job("kimi-linear", "compared", PER_OP),
-    "k3 stock": Job("k3", "compared", MARLIN),
-    "k3 flag": Job("k3", "compared", (*MARLIN, *FLAG), MEGAKERNEL),
+    "k3 stock": Job("k3", "compared", K3_TEXT),
+    "k3 flag": Job("k3", "compared", (*K3_TEXT, *FLAG), MEGAKERNEL),
     "small flag": Job("small", "churn", (*FLAG, ("max_running_requests", 12), ("max_mamba_cache_size", 60),
                       ("cuda_graph_bs_decode", [1, 2, 4, 8, 12])), MEGAKERNEL),
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """Real engines on a GPU, as a server runs them: the megakernel's and our ops' tokens and logprobs are SGLang's own.
 
-Two correct implementations in bfloat16 differ in rounding and, where two are close, in the experts that they pick. So do
-SGLang's prefill and decode of the same tokens: their differences are the measure. The median and the 90th percentile of
-ours to SGLang's decode may be twice as large, the largest four times; another token may be chosen only where SGLang's
-best ones are that close, and a sequence is compared up to there.
+Two correct implementations in bfloat16 differ in rounding and, where two are close, in the experts that they pick. So
+do SGLang's prefill and decode of the same tokens: their differences are the measure. The median and the 90th percentile
+of ours to SGLang's decode may be twice as large, the largest four times; another token may be chosen only where
+SGLang's best ones are that close, and a sequence is compared up to there.
 
     pytest -m gpu tests/sglang/test_gpu.py [--layers N]        N layers of Kimi-Linear-48B, 4 to 27
 """

@@ -3,10 +3,16 @@
 SGLang fills every parameter, norms and expert biases included, with values up to 1e-3: the logits are then flat and all
 tokens pick the same experts. The rules here are those of `kimi_kernels.mini`, by SGLang's names. Values depend on the
 name of a parameter alone, so that engines with and without a plugin, in any number of processes, hold the same model.
+
+On Hopper SGLang turns MXFP4 experts to bfloat16 unless another runner is asked for, with a function of triton_kernels,
+a package that may be missing: one that gives the same values stands in for it while weights are loaded.
 """
 
 import math
+import sys
+import types
 import zlib
+from unittest import mock
 
 RESIDUAL_OUTPUTS = (".o_proj.weight", ".down_proj.weight", ".w2_weight", ".routed_expert_up_proj.weight")
 ENDS = ("embed_tokens.weight", "lm_head.weight")
@@ -17,6 +23,25 @@ def register() -> None:
 
     target = "sglang.srt.model_loader.weight_utils.initialize_dummy_weights"
     HookRegistry.register(target, lambda original, model, *args, **kwargs: fill(model), HookType.AROUND)
+    target = "sglang.srt.layers.quantization.mxfp4.Mxfp4MoEMethod.process_weights_after_loading"
+    HookRegistry.register(target, with_upcast, HookType.AROUND)
+
+
+def with_upcast(original, *args):
+    path = "triton_kernels.numerics_details.mxfp"
+    parents = {name: types.ModuleType(name) for name in ("triton_kernels", "triton_kernels.numerics_details")}
+    with mock.patch.dict(sys.modules, parents | {path: types.SimpleNamespace(upcast_from_mxfp=upcast)}):
+        return original(*args)
+
+
+def upcast(packed, scale, target_dtype, axis):
+    """Experts one by one: all of them in float32 would take four times their memory."""
+    import torch
+
+    from kimi_kernels.mxfp4 import dequantize
+
+    assert axis == -1
+    return torch.stack([dequantize(*expert, target_dtype) for expert in zip(packed, scale, strict=True)])
 
 
 def fill(model) -> None:
