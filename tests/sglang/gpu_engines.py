@@ -83,7 +83,8 @@ def configs(layers: int) -> dict[str, KimiConfig]:
         kimi_linear, num_layers=4, mla_layers=(1, 3), hidden_size=1024, vocab_size=4096, kda_heads=8, mla_heads=8,
         dense_size=2048, num_experts=32, top_k=4, expert_size=256, shared_size=256,
     )  # fmt: skip
-    return {"kimi-linear": kimi_linear, "k3": k3, "small": small}
+    found = {"kimi-linear": kimi_linear, "k3": k3, "small": small}
+    return {name: dataclasses.replace(one, eos_token_ids=(one.vocab_size - 1,)) for name, one in found.items()}
 
 
 def write_model(directory: Path, config: KimiConfig) -> None:
@@ -91,21 +92,23 @@ def write_model(directory: Path, config: KimiConfig) -> None:
     released = write_config(config)
     if config.family == "k3":
         released["vision_config"] = TINY_VISION
+        # nothing reads it, and transformers wants it even; the default is hidden_size over heads
+        released["text_config"]["head_dim"] = config.kda_head_dim
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(released))
 
 
 def compared(config: KimiConfig) -> list[dict]:
-    """Twelve requests for eight places; what prefill makes of their tokens; and the same continued, twice."""
+    """Twelve requests for eight places; the same continued, twice; and what prefill makes of their tokens."""
     draw = random.Random(0)
     lengths = (1, 3, 17, 40, 50, 60, 63, 64, 65, 130, 200, 600)
     prompts = [[draw.randrange(config.vocab_size) for _ in range(length)] for length in lengths]
     more = [draw.randrange(config.vocab_size) for _ in range(3)]
     return [
         {"kind": "batch", "prompts": prompts, "new": [32 + 2 * i for i in range(len(prompts))]},
-        {"kind": "score", "of": 0},
         {"kind": "continue", "of": 0, "append": more, "new": 16},
         {"kind": "continue", "of": 0, "append": more, "new": 16, "flush": True},
+        {"kind": "score", "of": 0},
     ]
 
 

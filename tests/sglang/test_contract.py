@@ -4,6 +4,8 @@ import inspect
 from importlib import import_module
 from importlib.metadata import entry_points
 
+import engine_jobs
+import gpu_engines
 import pytest
 
 from sglang_integration import compat, per_op, plugin
@@ -75,3 +77,5 @@ def test_settings_that_the_spec_constrains_exist():
 
     fields = set(ServerArgs.__struct_fields__ if hasattr(ServerArgs, "__struct_fields__") else dir(ServerArgs))
     assert set(SERVER_ARGS) | {"moe_runner_backend", "quantization"} <= fields
+    for engine, jobs in ((engine_jobs.ENGINE, engine_jobs.JOBS), (gpu_engines.ENGINE, gpu_engines.JOBS)):
+        assert set(engine) | {name for job in jobs.values() for name, _ in job.arguments} <= fields

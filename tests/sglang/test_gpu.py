@@ -69,7 +69,7 @@ def compare(want: dict, got: dict, limit: list[float]) -> float:
 def test_tokens_and_logprobs_are_those_of_sglang(gpu_engines, name):
     """Kimi-Linear, and K3 with MXFP4 experts; whole step and single ops; 1 to 8 rows under CUDA graphs."""
     (stock, _), (ours, _) = gpu_engines.outcome(f"{name.split()[0]} stock"), gpu_engines.outcome(name)
-    assert compare(stock[0], ours[0], limits(*stock[:2])) > SHARE
+    assert compare(stock[0], ours[0], limits(stock[0], stock[-1])) > SHARE
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if JOBS[name].rounds == "compared"])
@@ -78,10 +78,10 @@ def test_states_that_decode_left_in_the_prefix_cache_are_right(gpu_engines, name
     what the cache holds beyond the prompt was noted while decoding."""
     rounds, _ = gpu_engines.outcome(name)
     (stock, _) = gpu_engines.outcome(f"{name.split()[0]} stock")
-    first, cached, fresh = rounds[0], rounds[2], rounds[3]
+    first, cached, fresh, _ = rounds
     by_decode = [hit > len(prompt) for hit, prompt in zip(cached["cached"], first["prompts"], strict=True)]
     assert sum(by_decode) >= 4 and not any(fresh["cached"]), (cached["cached"], fresh["cached"])
-    assert compare(fresh, cached, limits(*stock[:2])) > SHARE
+    assert compare(fresh, cached, limits(stock[0], stock[-1])) > SHARE
 
 
 def test_five_hundred_requests_come_and_go(gpu_engines):
