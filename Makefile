@@ -7,7 +7,7 @@ OP ?=
 # what the engines of the SGLang tests need from their start; tests/sglang/engine_jobs.py has the same
 SGLANG_ENV := PYTHONPATH=$(CURDIR)/tests/sglang/shim TRITON_INTERPRET=1 OMP_NUM_THREADS=1 PYTHONWARNINGS=ignore
 
-.PHONY: demo test test-gpu test-sglang test-nightly lint bench sanitize size
+.PHONY: demo test test-gpu test-sglang test-sglang-gpu test-nightly lint bench sanitize size
 
 # the main job: MINI checkpoints of both families, decoded by the Triton ops and compared op by op with the reference
 demo: .venv/ready
@@ -30,6 +30,10 @@ test-gpu:
 # SGLang's own engine on tiny checkpoints, in an environment of its own; it fails where SGLang cannot be installed
 test-sglang: .venv-sglang/ready
 	$(SGLANG_ENV) .venv-sglang/bin/python -m pytest tests/sglang
+
+# the same on a Hopper GPU, random weights; its own torch, triton, SGLang, CuTe DSL, and this package with its entry points
+test-sglang-gpu:
+	$(PYTHON) -m pytest -m gpu -rP tests/sglang/test_gpu.py $(if $(LAYERS),--layers $(LAYERS))
 
 test-nightly: .venv/ready-dev
 	HYPOTHESIS_PROFILE=nightly $(RUN)python -m pytest -n 2

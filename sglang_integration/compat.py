@@ -23,9 +23,11 @@ RAW_MXFP4 = "kimi_raw_mxfp4"  # attribute of an experts module: (w13, w13_scale,
 KDA_DISPATCHER = "sglang.srt.layers.attention.linear.kda_backend.KDAKernelDispatcher"
 KDA_BACKEND = "sglang.srt.layers.attention.linear.kda_backend.KDAAttnBackend"
 MXFP4_METHOD = "sglang.srt.layers.quantization.mxfp4.Mxfp4MoEMethod"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 USED = (
     f"{CONTRACT}.MegakernelSpec",
     "sglang.srt.kernel_plugins.nvidia.binding.megakernel_enabled",
+    "sglang.srt.kernel_plugins.nvidia.binding.built_megakernel",
     "sglang.srt.model_executor.forward_context.get_attn_backend",
     "sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._track_mamba_state_decode",
     "sglang.srt.layers.logits_processor.LogitsProcessor._copy_logits_to_buffer",
@@ -40,6 +42,7 @@ USED = (
     f"{KDA_DISPATCHER}.__init__",
     f"{KDA_BACKEND}.forward_decode",
     f"{MXFP4_METHOD}.process_weights_after_loading",
+    f"{RESULTS}.process_batch_result_decode",
 )
 
 
@@ -132,6 +135,24 @@ def around_repacking(original: Callable, method: Any, layer: Any) -> Any:
         parts = (layer.w13_weight, layer.w13_weight_scale, layer.w2_weight, layer.w2_weight_scale)
         layer.__dict__[RAW_MXFP4] = tuple(part.data for part in parts)
     return original(method, layer)
+
+
+def check_results() -> None:
+    """Has the built step asked for launches that gave up before tokens of a decode step are handed out."""
+    hook_around(f"{RESULTS}.process_batch_result_decode", around_results)
+
+
+def around_results(original: Callable, processor: Any, batch: Any, result: Any) -> Any:
+    """A replayed graph runs none of our Python; here its results reach the host, where SGLang waits for them anyway."""
+    binding = importlib.import_module("sglang.srt.kernel_plugins.nvidia.binding")
+    built = binding.built_megakernel(processor.model_worker.model_runner.model)
+    if hasattr(built, "check_launches"):
+        if result.copy_done is None:  # steps do not overlap: SGLang waits by reading the tokens
+            result.next_token_ids.tolist()
+        else:
+            result.copy_done.synchronize()
+        built.check_launches()
+    return original(processor, batch, result)
 
 
 def text_model(model: Any) -> Any:

@@ -2,6 +2,9 @@
 
 An instance holds addresses of the pools and is compiled, so it is made at the first step of its rows. Engines run each
 batch size once before they capture its graph, and that is when; a capture that meets a new row count raises.
+
+A launch that gives up leaves its reason in a word on the device. Behind each launch that word is copied to the host, in
+the graph too, and `check` reads the copy: nothing waits, and whoever waits for the results of a step has it as well.
 """
 
 import importlib
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cute_megakernel.schedule_error import ScheduleError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.state import Batch, State
 from kimi_kernels.traffic import resident_bytes
@@ -21,6 +25,7 @@ CAPABILITY = (9, 0)
 # of the device's memory, for caches, activations and graphs beside weights and images
 RESERVE = 0.08
 PAGE_SIZE = 64
+ERROR = slice(2, 3)  # of `Megakernel.control`
 
 
 def unsupported(config: KimiConfig, weights: ModelWeights, device: torch.device) -> str | None:
@@ -43,19 +48,29 @@ def unsupported(config: KimiConfig, weights: ModelWeights, device: torch.device)
 
 
 class MegakernelRunner:
-    """Raises what the megakernel raises for a config or weights that it cannot hold."""
+    """Takes up to `max_rows` rows, or as many as have a schedule; `limit` says why not more. Raises ScheduleError where
+    none has, and what else the megakernel raises for a config or weights that it cannot hold."""
 
     name = "megakernel"
 
     def __init__(self, config: KimiConfig, weights: ModelWeights, max_rows: int):
-        self.config = config
+        self.config, self.limit = config, ""
         self._module = importlib.import_module(MODULE)
         self._images = self._module.Images(weights)
         self._made: dict[int, Any] = {}
+        self._errors: dict[int, torch.Tensor] = {}  # host copies of the word, by rows
         # makes the images now: SGLang sizes its caches from the memory that is left after this
         layers = [layer.index for layer in weights.layers]
         pools = State.zeros(config, 2, 2, PAGE_SIZE, weights.embed.device, layers)
-        self._module.Megakernel(config, self._images, pools, max_rows)
+        for rows in range(max_rows, 0, -1):
+            try:
+                self._module.Megakernel(config, self._images, pools, rows)
+            except ScheduleError as error:
+                self.limit = str(error)
+                continue
+            self.max_rows = rows
+            return
+        raise ScheduleError(self.limit)
 
     def step(self, state: State, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
         """Runs rows of `tokens` [R] in one launch; the logits [R, VOCAB] are valid until the next step of R rows."""
@@ -64,7 +79,17 @@ class MegakernelRunner:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f"kimi-kernels: a graph of {rows} rows is captured before a step of {rows} rows ran")
             self._made[rows] = self._module.Megakernel(self.config, self._images, state, rows)
-        return self._made[rows].step(tokens.to(torch.int64), batch).logits
+            self._errors[rows] = torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
+        kernel = self._made[rows]
+        logits = kernel.step(tokens.to(torch.int64), batch).logits
+        self._errors[rows].copy_(kernel.control[ERROR], non_blocking=True)
+        return logits
+
+    def check(self) -> None:
+        """Raises MegakernelError, with row and SM, where a launch gave up."""
+        for rows, error in self._errors.items():
+            if int(error):
+                self._made[rows].check()
 
 
 def _installed(name: str) -> bool:

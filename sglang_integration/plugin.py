@@ -30,4 +30,5 @@ def register() -> None:
     except ValueError as error:
         logger.warning("kimi-kernels registers no whole step: %s", error)
     compat.keep_raw_mxfp4()
+    compat.check_results()
     per_op.register()

@@ -34,13 +34,13 @@ class BuiltStep:
     @torch.no_grad()
     def __init__(self, model: Any, hf_config: Any, widths: tuple[int, ...]):
         start = time.perf_counter()
-        self.widths = tuple(widths)
         self._text = compat.text_model(model)
         config = served_config(self._text, hf_config)
         extra = Extra()
         weights = model_weights(self._text, config, extra)
         self._views = PoolViews(config)
         self._runner, why = pick_runner(config, weights, max(widths), weights.embed.device)
+        self.widths = tuple(width for width in widths if width <= self._runner.max_rows)
         self._summary = (
             f"{self._runner.name} ({why}); {extra.copied_bytes / 2**20:.1f} MiB copied, "
             f"{extra.kept_bytes / 2**20:.1f} MiB of MXFP4 kept, {time.perf_counter() - start:.1f} s"
@@ -57,6 +57,10 @@ class BuiltStep:
         if unusual or rows not in self.widths or rows != forward_batch.batch_size:
             return None
         return compat.contract().Step(mode="decode", rows=rows) if compat.is_plain_decode(forward_batch) else None
+
+    def check_launches(self) -> None:
+        """Raises where a launch gave up whose results the host has; `compat.around_results` calls it."""
+        self._runner.check()
 
     @torch.no_grad()
     def forward(

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cute_megakernel import megakernel
+from cute_megakernel.schedule_error import ScheduleError
 from kimi_kernels.backends import BackendError
 from kimi_kernels.config import KIMI_LINEAR_MINI
 from kimi_kernels.meta_weights import meta_weights
@@ -75,13 +77,20 @@ class FakeMegakernel:
 
     def __init__(self):
         self.made: list[tuple] = []
+        self.most_rows = 8
 
     def Images(self, weights):
         return ("images", weights)
 
     def Megakernel(self, config, images, state, rows):
-        self.made.append((images, state, rows))
-        return types.SimpleNamespace(step=lambda tokens, batch: types.SimpleNamespace(logits=(rows, tokens.dtype)))
+        if rows > self.most_rows:
+            raise ScheduleError("row 41: no tile fits the sums")
+        kernel = object.__new__(megakernel.Megakernel)  # its own `check`
+        kernel.control, kernel.words = torch.zeros(16, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+        kernel._limit_ns, kernel.schedule = 2e9, types.SimpleNamespace(rows=[])
+        kernel.step = lambda tokens, batch: types.SimpleNamespace(logits=(rows, tokens.dtype))
+        self.made.append((images, state, rows, kernel))
+        return kernel
 
 
 @pytest.fixture
@@ -101,10 +110,48 @@ def test_a_megakernel_that_runs_here_is_taken(hopper):
     weights, pools = meta_weights(KIMI_LINEAR_MINI, 1), object()
     chosen, why = runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, torch.device("cuda"))
     assert chosen.name == "megakernel" and why == "it runs on this device"
-    assert [(images, rows) for images, _, rows in hopper.made] == [(("images", weights), 8)]
+    assert [(images, rows) for images, _, rows, _ in hopper.made] == [(("images", weights), 8)]
     for rows in (2, 2, 1):
         assert chosen.step(pools, None, torch.zeros(rows, dtype=torch.int32)) == (rows, torch.int64)
-    assert [(state, rows) for _, state, rows in hopper.made[1:]] == [(pools, 2), (pools, 1)]
+    assert [(state, rows) for _, state, rows, _ in hopper.made[1:]] == [(pools, 2), (pools, 1)]
+
+
+def test_a_launch_that_gave_up_is_raised_once_its_results_are_there(hopper):
+    """Under a replayed graph no Python of the step runs: the copy of the word is read where SGLang reads the tokens."""
+    chosen = megakernel_runner.MegakernelRunner(KIMI_LINEAR_MINI, meta_weights(KIMI_LINEAR_MINI, 1), 8)
+    chosen.step(None, None, torch.zeros(2, dtype=torch.int64))
+    hopper.made[-1][-1].control[megakernel_runner.ERROR] = 5
+    chosen.check()  # the host has not seen this launch yet
+    chosen.step(None, None, torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(megakernel.MegakernelError, match="a wait inside SM 4 took more than 2 s"):
+        chosen.check()
+
+
+@pytest.mark.parametrize("overlap", (True, False))
+def test_the_step_is_asked_after_the_wait_and_before_tokens_go_out(overlap, monkeypatch):
+    order = []
+    built = types.SimpleNamespace(check_launches=lambda: order.append("check"))
+    binding = types.SimpleNamespace(built_megakernel=lambda model: model)
+    monkeypatch.setattr(compat.importlib, "import_module", lambda name: binding)
+    done = types.SimpleNamespace(synchronize=lambda: order.append("wait")) if overlap else None
+    tokens = types.SimpleNamespace(tolist=lambda: order.append("wait"))
+    result = types.SimpleNamespace(copy_done=done, next_token_ids=tokens)
+    for model in (built, None):
+        worker = types.SimpleNamespace(model_runner=types.SimpleNamespace(model=model))
+        processor = types.SimpleNamespace(model_worker=worker)
+        compat.around_results(lambda *_: order.append("process"), processor, None, result)
+    assert order == ["wait", "check", "process", "process"]
+
+
+def test_rows_without_a_schedule_are_left_to_sglang(hopper):
+    """K3 uncut: more than two rows do not fit an SM's shared memory, and the log says so."""
+    weights, device = meta_weights(KIMI_LINEAR_MINI, 1), torch.device("cuda")
+    hopper.most_rows = 2
+    chosen, why = runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, device)
+    assert chosen.max_rows == 2 and why == "up to 2 rows: row 41: no tile fits the sums"
+    hopper.most_rows = 0
+    with pytest.raises(BackendError, match="KIMI_SGLANG_RUNNER=megakernel: row 41: no tile fits the sums"):
+        runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, device, "megakernel")
 
 
 @pytest.mark.parametrize("name, replacement, reason", [
@@ -123,8 +170,6 @@ def test_what_the_megakernel_lacks_is_said(name, replacement, reason, hopper, mo
 
 
 def test_the_megakernel_has_the_names_that_the_runner_uses():
-    from cute_megakernel import megakernel
-
     assert list(inspect.signature(megakernel.Images).parameters)[:1] == ["weights"]
     assert list(inspect.signature(megakernel.Megakernel).parameters)[:4] == ["config", "images", "state", "rows"]
     assert list(inspect.signature(megakernel.Megakernel.step).parameters) == ["self", "tokens", "batch"]

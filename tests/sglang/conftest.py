@@ -15,12 +15,23 @@ for name in ("TRITON_INTERPRET", "SGLANG_MAMBA_CONV_DTYPE", "TORCHDYNAMO_DISABLE
     os.environ[name] = ENVIRONMENT[name]
 
 
-@pytest.fixture(scope="session", autouse=True)
+def pytest_addoption(parser):
+    parser.addoption("--layers", type=int, default=4, help="layers of Kimi-Linear-48B on a GPU, 4 to 27")
+
+
+@pytest.fixture(scope="session")
 def plugins():
     """SGLang's own loader runs the entry points, ours and the shim's, in this process too."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def plugins_on_a_cpu(request):
+    """Tests on a GPU leave SGLang to the engines' processes."""
+    if request.node.get_closest_marker("gpu") is None:
+        request.getfixturevalue("plugins")
 
 
 @pytest.fixture(scope="session")

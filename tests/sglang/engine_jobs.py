@@ -147,5 +147,6 @@ class Engines:
 
     def _job(self, job: Job) -> dict:
         round_ = {"prompts": [prompts()[i] for i in job.requests], "new": [job.new[i] for i in job.requests]}
+        round_ |= {"logprobs": True}
         engine = {**ENGINE, "model_path": str(self.folder / job.family), **dict(job.arguments)}
         return {"engine": engine, "rounds": [round_] * job.rounds, "environment": dict(job.environment)}

@@ -4,6 +4,8 @@ import inspect
 from importlib import import_module
 from importlib.metadata import entry_points
 
+import engine_jobs
+import gpu_engines
 import pytest
 
 from sglang_integration import compat, per_op, plugin
@@ -57,6 +59,7 @@ def test_another_package_with_the_same_architecture_is_one_line(monkeypatch, cap
     (f"{compat.KDA_DISPATCHER}.__init__", ["self", "decode_backend", "prefill_backend", "verify_backend"]),
     (f"{compat.KDA_BACKEND}.forward_decode", ["self", "layer", "forward_batch", "mixed_qkv", "a", "b"]),
     (f"{compat.MXFP4_METHOD}.process_weights_after_loading", ["self", "layer"]),
+    (f"{compat.RESULTS}.process_batch_result_decode", ["self", "batch", "result"]),
     ("sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase._track_mamba_state_decode",
      ["self", "forward_batch", "conv_states", "ssm_states", "cache_indices", "layer_id"]),
 ])  # fmt: skip
@@ -74,3 +77,5 @@ def test_settings_that_the_spec_constrains_exist():
 
     fields = set(ServerArgs.__struct_fields__ if hasattr(ServerArgs, "__struct_fields__") else dir(ServerArgs))
     assert set(SERVER_ARGS) | {"moe_runner_backend", "quantization"} <= fields
+    for engine, jobs in ((engine_jobs.ENGINE, engine_jobs.JOBS), (gpu_engines.ENGINE, gpu_engines.JOBS)):
+        assert set(engine) | {name for job in jobs.values() for name, _ in job.arguments} <= fields
