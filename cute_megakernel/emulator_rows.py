@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from cute_megakernel import emulator_attention
 from cute_megakernel.emulator_memory import F32, EmulationError, Launch, Sm, take_x
 from cute_megakernel.footprint import Part, batch_rows, grid, writes
+from cute_megakernel.lowering import second_x
 from cute_megakernel.ring import share
 from cute_megakernel.rows import Code, Epilogue, Row
 from cute_megakernel.schedule_error import label
@@ -28,7 +29,9 @@ def _mix(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -
     key = (row.x, row.rows)
     if not f["kind"]:
         x = launch.once((number,), lambda: launch.rows(f["src"], rows, f["src_pitch"], width))
-        sm.x = {0: (key, x)} if row.x_side == 0 else {**sm.x, 1: (key, x)}
+        if row.x_side == 0 and len(rows) * f["x_pitch"] > second_x(launch.shape.rows, launch.shape.hidden_size):
+            sm.x.clear()  # it reaches into the other area
+        sm.x[row.x_side] = (key, x)
         return
     prefix, x = launch.once((number,), lambda: _mixture(launch, number, row, f, rows, width))
     sm.x = {**sm.x, 0: (key, x)}
