@@ -128,7 +128,7 @@ def _mla_reduce(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: 
 
 
 def _mla_combine(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
-    rows, heads, ready = batch_rows(f), combined_heads(f, part), many(f, part)
+    rows, heads, ready = batch_rows(f), combined_heads(launch.shape, f, part), many(f, part)
     o = torch.zeros(len(rows), len(heads), launch.shape.kv_lora_rank, dtype=BF16)
     for r in rows:
         for head in heads:

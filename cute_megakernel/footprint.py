@@ -243,8 +243,10 @@ def split_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
     return join([_parts_of(shape, f, r, heads, range(which, which + 1)) for which, r, heads in units])
 
 
-def combined_heads(f: Fields, part: Part) -> range:
+def combined_heads(shape: KernelShape, f: Fields, part: Part) -> range:
     """Heads whose tiles the SM has in the row behind mla_combine."""
+    if part.sm is None:
+        return range(shape.mla_heads)
     if part.first >= part.end:
         return range(0)
     return range(part.first // f["groups"], (part.end - 1) // f["groups"] + 1)
@@ -255,7 +257,7 @@ def split_reads(shape: KernelShape, f: Fields, code: Code, part: Part) -> Words:
     if code == Code.MLA_REDUCE:
         heads_of = {(r, head) for r, head, _ in reduce_tasks(shape, f, part)}
     else:
-        heads_of = {(r, head) for r in few(f, part) for head in combined_heads(f, part)}
+        heads_of = {(r, head) for r in few(f, part) for head in combined_heads(shape, f, part)}
     return join([_parts_of(shape, f, r, range(head, head + 1), range(part.parts[r])) for r, head in heads_of])
 
 
@@ -294,7 +296,7 @@ def _reduce_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
 
 def _combine_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
     columns = range(shape.kv_lora_rank)
-    items = [(r, head) for r in many(f, part) for head in combined_heads(f, part)]
+    items = [(r, head) for r in many(f, part) for head in combined_heads(shape, f, part)]
     return join([latent_words(shape, f, r, head, columns) for r, head in items])
 
 

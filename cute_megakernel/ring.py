@@ -6,8 +6,9 @@ over. The two must agree for every outcome of the router and for every kind and 
     walk(steps, slots)                         where stream and consumers of an SM would wait for each other for ever
 
 A slot belongs to two warps, which take its two pieces; the state and tiles of a KDA head and the cached rows of
-mla_decode are read by all warps, no more slots at a time than there are. A warp does its slots in their order and waits for others only behind all its pieces of a
-group of tiles, so it gives a slot back before one is needed that the ring could not hold beside it: one is enough.
+mla_decode are read by all warps, no more slots at a time than there are. A warp does its slots in their order and waits
+for others only behind all its pieces of a group of tiles, so it gives a slot back before one is needed that the ring
+could not hold beside it: one is enough.
 """
 
 from collections.abc import Sequence

@@ -27,6 +27,7 @@ from cute_megakernel.core import (
     word_address,
 )
 from cute_megakernel.shape import (
+    CONSUMER_WARPS,
     DIRECT_PARTS,
     GROUP_HEADS,
     PART,
@@ -34,7 +35,6 @@ from cute_megakernel.shape import (
     SLOT_TOKENS,
     SUM_COLUMNS,
     SUM_PARTS,
-    CONSUMER_WARPS,
     KernelShape,
 )
 

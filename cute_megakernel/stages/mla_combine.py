@@ -3,9 +3,8 @@
 Every SM does it for the heads that its tiles of that row read: up to 16 parts by itself, more from MLA_REDUCE.
 """
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Int32
 
 from cute_megakernel import ptx
 from cute_megakernel.core import Fields, Sm, poll_pair, region, sync, word_address
@@ -39,7 +38,7 @@ def _keep_head(sm: Sm, f: Fields, r: Int32, head: Int32, x: Int32, area: Int32):
     """A head's columns, and zeros up to `group_pad`: two a thread."""
     pair, L = sm.thread, sm.shape.kv_lora_rank
     if pair < f["group_pad"] >> 1:
-        word = ptx.pack_bf16(*summed(sm, area, DIRECT_SLICES))
+        word = ptx.select(pair < L // 2, ptx.pack_bf16(*summed(sm, area, DIRECT_SLICES)), Int32(0))
         ptx.st_shared_b32(x + pair * 4, word)
         if (f["dst"] >= 0) & (pair < L // 2):
             ptx.st_word(word_address(sm, f["dst"] + r * f["dst_pitch"] + head * (L // 2) + pair), word, sm.tag)

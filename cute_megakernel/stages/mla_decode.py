@@ -5,7 +5,7 @@ the words of in_proj where it is needed. A turn is a few slots: four groups of w
 their scores, one of the four warps of a group a slot; then each warp has a head for the softmax, and some columns of
 the latent for the values. All warps read all slots of a turn, those to which the slots belong give them back.
 
-Rounding   float32; probabilities are three bfloat16 whose sum they are, and a turn's products are added up by themselves
+Rounding   float32; a probability is the sum of three bfloat16 numbers; a turn's products are added up by themselves
 
 Source   DESIGN.md section 5; the absorbed form of DeepSeek-V2 (arXiv 2405.04434), without rotary embedding
 """
@@ -70,7 +70,7 @@ def _attend(sm: Sm, f: Fields, pos: Int32, r: Int32, head: Int32, part: Int32, c
     while count > 0:
         _scores(sm, pos, count, cached)
         sync(sm)
-        top, total = _softmax(sm, count, top, total, float_of(f, "scale"))
+        top, total = _softmax(sm, ptx.smaller(count, Int32(turn_tokens(sm))), top, total, float_of(f, "scale"))
         sync(sm)
         _values(sm, pos, count, cached, acc)
         sync(sm)
@@ -95,7 +95,7 @@ def value_pairs(sm: Sm) -> int:
 
 @cute.jit
 def _load(sm: Sm, f: Fields, r: Int32, head: Int32, newest: Int32):
-    """[absorbed query | unrotated dims] of a head by each warp, and by one the newest row of the cache, to shared memory.
+    """[absorbed query | unrotated dims] to shared memory, a head a warp, and by one warp the newest row of the cache.
 
     What there is for heads behind the last one makes scores and values that nobody reads.
     """
