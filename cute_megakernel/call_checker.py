@@ -205,10 +205,16 @@ class CallChecker:
         call = next(
             c for c in self.recording.calls if c.op == "mla_kv_append" and c.args["latent_cache"] == args["pool"]
         )
-        fine = args["weight"] == call.args["norm_weight"] and args["eps"] == call.args["eps"]
-        return Carried(
-            [call], source=args["src"] == call.args["ckv"], units=row.units == self.recording.rows, norm=fine
+        return Carried([call], units=row.units == self.recording.rows, **self._newest(row))
+
+    def _newest(self, row: Row) -> dict[str, bool]:
+        """The row that goes to the cache, by the row that writes it or that reads it in the same launch."""
+        args = row.args
+        call = next(
+            c for c in self.recording.calls if c.op == "mla_kv_append" and c.args["latent_cache"] == args["pool"]
         )
+        fine = args["norm"] == call.args["norm_weight"] and args["eps"] == call.args["eps"]
+        return {"source": args["ckv"] == call.args["ckv"], "norm": fine}
 
     def mla_decode(self, row: Row) -> Carried:
         return Carried([], **self._decode(row))
@@ -220,11 +226,14 @@ class CallChecker:
             "query": args["src"] == call.args["q_latent"]
             and query.op == "mla_absorb_query"
             and args["rope"] == query.args["q"],
-            "cache": args["pool"] == call.args["latent_cache"] and args["append"].args["pool"] == args["pool"],
+            "cache": args["pool"] == call.args["latent_cache"],
+            **self._newest(row),
             "scale": args["scale"] == call.args["scale"] and args["latent"] == call.args["kv_lora_rank"],
-            "groups": args["groups"] == -(-args["heads"] // 16),
             "batch rows": row.rows == (0, self.recording.rows),
         }
+
+    def mla_reduce(self, row: Row) -> Carried:
+        return Carried([], decode=row.args["decode"].args["part"] == row.args["dst"])
 
     def mla_combine(self, row: Row) -> Carried:
         args, call = row.args, self.producer[row.args["dst"].index]

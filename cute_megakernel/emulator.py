@@ -70,7 +70,7 @@ class Emulator:
 
     def walk(self, launch: Launch) -> None:
         """All SMs to the end of the table."""
-        parts = tuple(split(int(length))[1] for length in launch.batch.seq_lens)
+        parts = tuple(split(self.schedule.shape, int(length))[1] for length in launch.batch.seq_lens)
         running = [Sm(block) for block in range(self.schedule.shape.sms)]
         while running:
             moved = next((sm for sm in self._turns(running) if self._advance(launch, sm, parts)), None)
@@ -106,16 +106,18 @@ class Emulator:
     def _missing(self, launch: Launch, number: int, part: Part) -> int:
         """Words that the row waits for and that are not there."""
         row, f = self.schedule.rows[number], self.view.rows[number]
-        if row.code == Code.MLA_COMBINE:
-            return int(np.count_nonzero(launch.tags[split_reads(self.schedule.shape, f, part)] != f["sub"]))
+        late = 0
+        if row.code in (Code.MLA_REDUCE, Code.MLA_COMBINE):
+            words = split_reads(self.schedule.shape, f, row.code, part)
+            late = int(np.count_nonzero(launch.tags[words] != f["sub"]))
         assert part.sm is not None
         key = (number, part.sm)
-        if key not in self._waits or row.code == Code.MLA_DECODE:
+        if key not in self._waits or row.code in (Code.MLA_DECODE, Code.MLA_COMBINE):
             self._waits[key] = reads(self.schedule.shape, f, row.code, part)
         words = self._waits[key]
         if len(words) and int(words.max()) >= len(launch.tags):
             raise EmulationError(f"{label(number, row)}: reads words behind the end of the workspace")
-        return int(np.count_nonzero(launch.tags[words] != 0))
+        return late + int(np.count_nonzero(launch.tags[words] != 0))
 
     def _stuck(self, launch: Launch, running: list[Sm], parts: tuple[int, ...]) -> str:
         """Where the first SMs wait."""

@@ -7,12 +7,16 @@ from cute_megakernel.emulator_memory import BF16, EmulationError, Launch, Sm
 from cute_megakernel.footprint import (
     Part,
     batch_rows,
+    cached_tokens,
     combined_heads,
     conv_channels,
     decode_units,
     gate_start,
     grid,
     item_of,
+    latent_words,
+    many,
+    reduce_tasks,
     split,
     split_writes,
     writes,
@@ -64,11 +68,17 @@ def _kda_head(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Pa
 def _mla_kv_append(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
     width, batch = launch.shape.kv_lora_rank + launch.shape.qk_rope_dim, launch.batch
     for r in range(part.first, part.end):
-        ckv = launch.rows(f["src"], range(r, r + 1), f["src_pitch"], width)
+        ckv = launch.rows(f["ckv"], range(r, r + 1), f["ckv_pitch"], width)
         where = launch.pool(f), batch.page_table[r : r + 1], batch.seq_lens[r : r + 1]
-        launch.ops.mla_kv_append(ckv, launch.weight(f.subject("weight")), row.args["eps"], *where)
-    words = writes(launch.shape, f, row.code, part)
-    launch.store(label(number, row), words, torch.zeros(len(words), dtype=torch.int32))
+        launch.ops.mla_kv_append(ckv, launch.weight(f.subject("norm")), row.args["eps"], *where)
+
+
+def _newest(launch: Launch, f: Fields, row: Row, r: int) -> Tensor:
+    """The row of the cache that is made in this launch."""
+    width, one = launch.shape.kv_lora_rank + launch.shape.qk_rope_dim, torch.ones(1, dtype=torch.int32)
+    ckv, cache = launch.rows(f["ckv"], range(r, r + 1), f["ckv_pitch"], width), torch.empty(1, 1, width, dtype=BF16)
+    launch.ops.mla_kv_append(ckv, launch.weight(f.subject("norm")), row.args["eps"], cache, 0 * one[None], one)
+    return cache[0]
 
 
 def _mla_decode(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
@@ -78,10 +88,12 @@ def _mla_decode(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: 
     L, P, nope = shape.kv_lora_rank, shape.qk_rope_dim, shape.qk_nope_dim
     for which, r, heads in decode_units(shape, f, part):
         length = int(batch.seq_lens[r])
-        tokens = split(length)[0]
-        positions = torch.arange(which * tokens, min(length, (which + 1) * tokens))
+        tokens, parts = split(shape, length)
+        positions = torch.arange(which * tokens, which * tokens + cached_tokens(shape, length, which))
         pages = batch.page_table[r, positions // cache.shape[1]].long()
         keys = cache[pages, positions % cache.shape[1]].double()
+        if which == parts - 1:
+            keys = torch.cat([keys, _newest(launch, f, row, r).double()])
         latent = launch.load(grid(f["src"] + r * f["src_pitch"], heads, L // 2, range(L // 2))).reshape(-1, L)
         rope_at = f["rope"] + r * f["rope_pitch"] + nope // 2
         rope = launch.load(grid(rope_at, heads, (nope + P) // 2, range(P // 2))).reshape(-1, P)
@@ -94,26 +106,44 @@ def _mla_decode(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: 
     launch.store(label(number, row), words, torch.zeros(len(words), dtype=torch.int32), f["sub"])
 
 
+def _put_together(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, r: int, head: int, count: int) -> Tensor:
+    """One head from its parts."""
+    parts = [launch.parts[r, head, which] for which in range(count)]
+    if any(sub != f["sub"] for sub, *_ in parts):
+        raise EmulationError(f"{label(number, row)}: SM {sm.block} finds parts of another layer")
+    if not parts:
+        return torch.zeros(launch.shape.kv_lora_rank, dtype=BF16)
+    top = torch.stack([top for _, top, _, _ in parts])
+    weight = torch.exp(top - top.max())
+    total = (weight * torch.stack([total for _, _, total, _ in parts])).sum()
+    sums = (weight[:, None] * torch.stack([sums for _, _, _, sums in parts])).sum(0)
+    return (sums / total).to(BF16)
+
+
+def _mla_reduce(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
+    for r, head, columns in reduce_tasks(launch.shape, f, part):
+        o = _put_together(launch, sm, number, row, f, r, head, part.parts[r])
+        words = latent_words(launch.shape, f, r, head, columns)
+        launch.store(label(number, row), words, o[columns.start : columns.stop])
+
+
 def _mla_combine(launch: Launch, sm: Sm, number: int, row: Row, f: Fields, part: Part) -> None:
-    rows, heads = batch_rows(f), combined_heads(f, part)
-    o = torch.zeros(len(rows), len(heads), launch.shape.kv_lora_rank, dtype=torch.float64)
+    rows, heads, ready = batch_rows(f), combined_heads(launch.shape, f, part), many(f, part)
+    o = torch.zeros(len(rows), len(heads), launch.shape.kv_lora_rank, dtype=BF16)
     for r in rows:
         for head in heads:
-            parts = [launch.parts[r, head, which] for which in range(part.parts[r])]
-            if any(sub != f["sub"] for sub, *_ in parts):
-                raise EmulationError(f"{label(number, row)}: SM {sm.block} finds parts of another layer")
-            if parts:
-                top = torch.stack([top for _, top, _, _ in parts])
-                weight = torch.exp(top - top.max())
-                total = (weight * torch.stack([total for _, _, total, _ in parts])).sum()
-                sums = (weight[:, None] * torch.stack([sums for _, _, _, sums in parts])).sum(0)
-                o[r - rows.start, head - heads.start] = sums / total
-    sm.x = {0: ((row.x, row.rows), o.to(BF16))}
+            if r in ready:
+                made = launch.load(latent_words(launch.shape, f, r, head, range(launch.shape.kv_lora_rank)))
+            else:
+                made = _put_together(launch, sm, number, row, f, r, head, part.parts[r])
+            o[r - rows.start, head - heads.start] = made
+    sm.x = {0: ((row.x, row.rows), o)}
 
 
 HANDLERS = {
     Code.KDA_HEAD: _kda_head,
     Code.MLA_KV_APPEND: _mla_kv_append,
     Code.MLA_DECODE: _mla_decode,
+    Code.MLA_REDUCE: _mla_reduce,
     Code.MLA_COMBINE: _mla_combine,
 }

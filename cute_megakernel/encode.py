@@ -25,7 +25,6 @@ class Encoder:
             row.args["src"].buffer.index for row in schedule.rows if row.code == Code.MIX and "src" in row.args
         }
         self._moe = -1
-        self._appends = [row for row in schedule.rows if row.code == Code.MLA_KV_APPEND]
         self._decodes = [row for row in schedule.rows if row.code == Code.MLA_DECODE]
 
     def table(self) -> torch.Tensor:
@@ -236,24 +235,18 @@ class Encoder:
         values |= {"window": self.address("pool", window), "window_stride": self.address("pool stride", window)}
         values["pool_count"] = min(values["pool_count"], self.address("pool count", window))
 
-    def _flag(self, append: Row) -> int:
-        return self.schedule.extras["flags"].start + 16 * next(
-            i for i, r in enumerate(self._appends) if r.calls == append.calls
-        )
-
     def _mla_kv_append(self, row: Row, values: dict):
-        self._view(values, "src", row.args["src"])
-        values |= {"weight": self.address("weight", row.args["weight"]), "eps": float(row.args["eps"])}
+        self._view(values, "ckv", row.args["ckv"])
+        values |= {"norm": self.address("weight", row.args["norm"]), "eps": float(row.args["eps"])}
         self._pool(values, row.args["pool"])
-        values |= {"page_size": self.address("page size", row.args["pool"]), "flag": self._flag(row)}
+        values["page_size"] = self.address("page size", row.args["pool"])
 
     def _mla_decode(self, row: Row, values: dict):
+        self._mla_kv_append(row, values)
         self._view(values, "src", row.args["src"])
         # the absorb row leaves [H, L] packed, without the unrotated dims of the op's result
         self._view(values, "rope", row.args["rope"])
-        self._pool(values, row.args["pool"])
-        values |= {"page_size": self.address("page size", row.args["pool"]), "flag": self._flag(row.args["append"])}
-        values |= {"scale": float(row.args["scale"]), "groups": row.args["groups"]}
+        values["scale"] = float(row.args["scale"])
         self._parts(row, values)
 
     def _parts(self, decode: Row, values: dict):
@@ -264,12 +257,16 @@ class Encoder:
             "sub": 1 + number,
         }
 
+    def _mla_reduce(self, row: Row, values: dict):
+        self._view(values, "o", row.args["dst"])
+        self._parts(row.args["decode"], values)
+
     def _mla_combine(self, row: Row, values: dict):
         args = row.args
         values |= {"groups": args["head_tiles"], "group_pad": args["group_pad"]}
         values["x_pitch"] = self._heads_pitch(args["for"])
         self._tap(values, "dst", args["dst"])
-        self._parts(args["decode"], values)
+        self._mla_reduce(row, values)
 
     def _argmax(self, row: Row, values: dict):
         values |= {"part": self.schedule.extras["best"].start, "vocab_start": row.args["vocab_start"]}

@@ -13,11 +13,19 @@ import numpy as np
 
 from cute_megakernel.lowering import blocks
 from cute_megakernel.rows import Code, Epilogue
-from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, SPLIT_TOKENS, KernelShape
+from cute_megakernel.shape import (
+    DIRECT_PARTS,
+    GROUP_HEADS,
+    MAX_BANK,
+    PART,
+    SHORT_PART,
+    SLOT_TOKENS,
+    SUM_COLUMNS,
+    KernelShape,
+)
 from cute_megakernel.table_view import Fields
 
 Words = np.ndarray
-GROUP_HEADS = 16  # heads of a unit of mla_decode
 NOTHING = np.zeros(0, dtype=np.int64)
 
 
@@ -174,51 +182,55 @@ def _head_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
 
 def _append_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
     width = shape.kv_lora_rank + shape.qk_rope_dim
-    return grid(f["src"], range(part.first, part.end), f["src_pitch"], range(width // 2))
-
-
-def _append_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
-    return grid(f["flag"], range(part.first, part.end), 1, range(1))
+    return grid(f["ckv"], range(part.first, part.end), f["ckv_pitch"], range(width // 2))
 
 
 # mla_decode: units (part of the sequence, batch row, group of heads), dealt out over the SMs
 
 
-def split(length: int) -> tuple[int, int]:
-    """Tokens of a part, and the number of parts."""
-    parts = max(1, min(MAX_SPLITS, blocks(length, SPLIT_TOKENS)))
-    tokens = max(8, blocks(blocks(length, parts), 8) * 8)
+def split(shape: KernelShape, length: int) -> tuple[int, int]:
+    """Tokens of a part, whole slots of them, and the number of parts."""
+    tokens = max(SHORT_PART, min(PART, blocks(length, DIRECT_PARTS)), blocks(length, shape.splits))
+    tokens = blocks(tokens, SLOT_TOKENS) * SLOT_TOKENS
     return tokens, blocks(length, tokens)
 
 
 def decode_units(shape: KernelShape, f: Fields, part: Part) -> list[tuple[int, int, range]]:
     """(part of the sequence, batch row, heads) of one SM, or of all."""
-    groups, rows = f["groups"], f["r1"] - f["r0"]
-    units = range(MAX_SPLITS * rows * groups)
+    groups = shape.head_groups
+    units = range(shape.splits * shape.rows * groups)
     found = []
     for unit in units if part.sm is None else units[part.sm :: shape.sms]:
-        which, rest = divmod(unit, rows * groups)
-        r, first = rest // groups + f["r0"], rest % groups * GROUP_HEADS
+        which, rest = divmod(unit, shape.rows * groups)
+        r, first = rest // groups, rest % groups * GROUP_HEADS
         if not part.parts or which < part.parts[r]:
             found.append((which, r, range(first, min(first + GROUP_HEADS, shape.mla_heads))))
     return found
 
 
+def cached_tokens(shape: KernelShape, length: int, which: int) -> int:
+    """Tokens of a part but for the newest of the sequence, which is not in the pool yet."""
+    tokens, parts = split(shape, length)
+    return max(0, min(tokens, length - which * tokens)) - (which == parts - 1)
+
+
 def _decode_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
+    """The queries, and the newest row for the last part of a sequence."""
     L, P, nope = shape.kv_lora_rank, shape.qk_rope_dim, shape.qk_nope_dim
     pieces = []
+    for r in {r for which, r, _ in decode_units(shape, f, part) if not part.parts or which == part.parts[r] - 1}:
+        pieces.append(grid(f["ckv"], range(r, r + 1), f["ckv_pitch"], range((L + P) // 2)))
     for r, heads in {(r, heads) for _, r, heads in decode_units(shape, f, part)}:
         pieces.append(grid(f["src"] + r * f["src_pitch"], heads, L // 2, range(L // 2)))
         rope = f["rope"] + r * f["rope_pitch"] + nope // 2
         pieces.append(grid(rope, heads, (nope + P) // 2, range(P // 2)))
-        pieces.append(np.array([f["flag"] + r]))
     return join(pieces)
 
 
 def _parts_of(shape: KernelShape, f: Fields, r: int, heads: range, parts: range) -> Words:
     """Words of the parts of one batch row."""
     L = shape.kv_lora_rank
-    at = ((r * shape.mla_heads + np.asarray(heads))[:, None] * MAX_SPLITS + np.asarray(parts)[None, :]).ravel()
+    at = ((r * shape.mla_heads + np.asarray(heads))[:, None] * shape.splits + np.asarray(parts)[None, :]).ravel()
     ml = f["ml"] + (2 * at[:, None] + np.arange(2)).ravel()
     return np.concatenate([ml, f["part"] + (L * at[:, None] + np.arange(L)).ravel()])
 
@@ -226,23 +238,66 @@ def _parts_of(shape: KernelShape, f: Fields, r: int, heads: range, parts: range)
 def split_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
     """What mla_decode leaves behind."""
     if part.sm is None and not part.parts:
-        return join([_parts_of(shape, f, r, range(shape.mla_heads), range(MAX_SPLITS)) for r in batch_rows(f)])
+        return join([_parts_of(shape, f, r, range(shape.mla_heads), range(shape.splits)) for r in batch_rows(f)])
     units = decode_units(shape, f, part)
     return join([_parts_of(shape, f, r, heads, range(which, which + 1)) for which, r, heads in units])
 
 
-def combined_heads(f: Fields, part: Part) -> range:
+def combined_heads(shape: KernelShape, f: Fields, part: Part) -> range:
     """Heads whose tiles the SM has in the row behind mla_combine."""
+    if part.sm is None:
+        return range(shape.mla_heads)
     if part.first >= part.end:
         return range(0)
     return range(part.first // f["groups"], (part.end - 1) // f["groups"] + 1)
 
 
-def split_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
-    """What mla_combine waits for."""
-    heads = combined_heads(f, part)
-    counts = part.parts or (MAX_SPLITS,) * shape.rows
-    return join([_parts_of(shape, f, r, heads, range(counts[r])) for r in batch_rows(f)])
+def split_reads(shape: KernelShape, f: Fields, code: Code, part: Part) -> Words:
+    """Parts that mla_reduce or mla_combine wait for, their number known."""
+    if code == Code.MLA_REDUCE:
+        heads_of = {(r, head) for r, head, _ in reduce_tasks(shape, f, part)}
+    else:
+        heads_of = {(r, head) for r in few(f, part) for head in combined_heads(shape, f, part)}
+    return join([_parts_of(shape, f, r, range(head, head + 1), range(part.parts[r])) for r, head in heads_of])
+
+
+def few(f: Fields, part: Part) -> list[int]:
+    """Batch rows of so few parts that mla_combine reads them itself."""
+    return [r for r in batch_rows(f) if not part.parts or part.parts[r] <= DIRECT_PARTS]
+
+
+def many(f: Fields, part: Part) -> list[int]:
+    """Batch rows whose parts mla_reduce puts together; all may be, where lengths are not known."""
+    return [r for r in batch_rows(f) if not part.parts or part.parts[r] > DIRECT_PARTS]
+
+
+def reduce_tasks(shape: KernelShape, f: Fields, part: Part) -> list[tuple[int, int, range]]:
+    """(batch row, head, columns) that one SM puts together, or all."""
+    width, L, heads = shape.sum_slices * SUM_COLUMNS, shape.kv_lora_rank, shape.mla_heads
+    per_head, wanted = blocks(L, width), many(f, part)
+    tasks = range(shape.rows * heads * per_head)
+    found = []
+    for task in tasks if part.sm is None else tasks[part.sm :: shape.sms]:
+        item, block = divmod(task, per_head)
+        if item // heads in wanted:
+            found.append((item // heads, item % heads, range(block * width, min(L, (block + 1) * width))))
+    return found
+
+
+def latent_words(shape: KernelShape, f: Fields, r: int, head: int, columns: range) -> Words:
+    """Columns of a head of what mla_decode makes."""
+    start = f["o"] + r * f["o_pitch"] + head * (shape.kv_lora_rank // 2)
+    return start + np.arange(columns.start // 2, columns.stop // 2)
+
+
+def _reduce_writes(shape: KernelShape, f: Fields, part: Part) -> Words:
+    return join([latent_words(shape, f, *task) for task in reduce_tasks(shape, f, part)])
+
+
+def _combine_reads(shape: KernelShape, f: Fields, part: Part) -> Words:
+    columns = range(shape.kv_lora_rank)
+    items = [(r, head) for r in many(f, part) for head in combined_heads(shape, f, part)]
+    return join([latent_words(shape, f, r, head, columns) for r, head in items])
 
 
 _READS = {
@@ -254,6 +309,7 @@ _READS = {
     Code.KDA_HEAD: _head_reads,
     Code.MLA_KV_APPEND: _append_reads,
     Code.MLA_DECODE: _decode_reads,
+    Code.MLA_COMBINE: _combine_reads,
     Code.ARGMAX: _argmax_reads,
 }
 _WRITES = {
@@ -263,5 +319,5 @@ _WRITES = {
     Code.MOE_GATE_UP: _gate_up_writes,
     Code.MOE_DOWN: _down_writes,
     Code.KDA_HEAD: _head_writes,
-    Code.MLA_KV_APPEND: _append_writes,
+    Code.MLA_REDUCE: _reduce_writes,
 }

@@ -24,6 +24,7 @@ from cute_megakernel.stages.mix import mix
 from cute_megakernel.stages.mla_combine import mla_combine
 from cute_megakernel.stages.mla_decode import mla_decode
 from cute_megakernel.stages.mla_kv_append import mla_kv_append
+from cute_megakernel.stages.mla_reduce import mla_reduce
 from cute_megakernel.stages.moe_down import moe_down
 from cute_megakernel.stages.moe_gate_up import moe_gate_up
 from cute_megakernel.stages.moe_router import moe_router
@@ -102,6 +103,8 @@ def _prepare(sm: Sm):
         fresh = ptx.ld_global_u8(sm.batch["is_new"] + Int64(sm.thread))
         slot = ptx.select(slot >= sm.batch["first_valid_slot"], slot, Int32(-1))
         ptx.st_shared_v2_b32(region(sm, "slots") + sm.thread * 8, slot, fresh)
+        length = ptx.ld_table(sm.batch["seq_lens"] + Int64(sm.thread) * 4)
+        ptx.st_shared_b32(region(sm, "slots") + 64 + sm.thread * 4, length)
     if sm.thread < 128:
         ptx.st_shared_b32(region(sm, "zero") + sm.thread * 4, Int32(0))
 
@@ -175,7 +178,9 @@ def _do(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32) -> Int32:
         for r in range(first, end):
             mla_kv_append(sm, f, r)
     elif code == Code.MLA_DECODE:
-        mla_decode(sm, f)
+        pos = mla_decode(sm, f, pos)
+    elif code == Code.MLA_REDUCE:
+        mla_reduce(sm, f)
     elif code == Code.MLA_COMBINE:
         mla_combine(sm, f, first, end)
     elif code == Code.ARGMAX:

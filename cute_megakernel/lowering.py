@@ -292,10 +292,11 @@ class Fuse:
     # MLA
 
     def mla_kv_append(self, call: Call):
+        """Made when the expansion is: mla_decode does not wait for it."""
         row = Row(Code.MLA_KV_APPEND, call.place, [call.index], units=self.recording.rows, reads=[call.args["ckv"]])
-        row.args = {"src": call.args["ckv"], "weight": call.args["norm_weight"], "eps": call.args["eps"]}
+        row.args = {"ckv": call.args["ckv"], "norm": call.args["norm_weight"], "eps": call.args["eps"]}
         row.args["pool"] = call.args["latent_cache"]
-        self._append = self._add(row)
+        self._append = row
 
     def mla_absorb_query(self, call: Call):
         weight, q = call.args["w_uk"], call.args["q"]
@@ -306,15 +307,17 @@ class Fuse:
     def mla_decode(self, call: Call):
         q = self._absorbed.args["q"]
         heads = self._absorbed.args["w_uk"].shape[0]
-        groups = -(-heads // 16)
-        row = Row(Code.MLA_DECODE, call.place, [], units=-1, reads=[call.args["q_latent"], q])
-        row.args = {"src": call.args["q_latent"], "rope": q, "pool": call.args["latent_cache"], "heads": heads}
-        row.args |= {"scale": call.args["scale"], "append": self._append, "groups": groups}
+        newest = self._append.args
+        row = Row(Code.MLA_DECODE, call.place, [], units=-1, reads=[call.args["q_latent"], q, newest["ckv"]])
+        row.args = {"src": call.args["q_latent"], "rope": q, "heads": heads, "scale": call.args["scale"], **newest}
         row.args |= {"latent": call.args["kv_lora_rank"], "part": call.outputs[0]}
         self._decoded = (call, self._add(row))
 
     def mla_expand_value(self, call: Call):
         decode, decode_row = self._decoded
+        reduce = Row(Code.MLA_REDUCE, decode.place, [], units=-1)
+        reduce.args = {"decode": decode_row, "dst": decode.outputs[0]}
+        self._add(reduce)
         weight, x = call.args["w_uv"], call.args["o_latent"]
         heads, v, latent = weight.shape
         combine = Row(Code.MLA_COMBINE, decode.place, [decode.index], reads=[], writes=[*decode.outputs], x=x)
@@ -325,6 +328,7 @@ class Fuse:
         row = self._batched(call, x, weight, "expand", v, latent, padded)
         row.args["x_local"] = True  # x holds the heads of this SM's tiles only
         combine.args["for"] = row
+        self._add(self._append)
 
 
 def expert_blocks(packed: int, mxfp4: bool) -> tuple[int, int]:

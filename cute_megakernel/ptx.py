@@ -37,6 +37,11 @@ def ld_shared_v2_b32(addr: Int32):
     return inline_ptx(text, write_only_types=[Int32] * 2, read_only_args=[addr])
 
 
+def ld_shared_v2_f32(addr: Int32):
+    text = "ld.shared.v2.f32 { {$w0}, {$w1} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Float32] * 2, read_only_args=[addr])
+
+
 def ld_shared_v4_b32(addr: Int32):
     text = "ld.shared.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
     return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
@@ -318,6 +323,17 @@ def redux_min_u32(value: Int32) -> Int32:
     return Int32(cute.arch.warp_redux_sync(Uint32(value), "umin"))
 
 
+def ldmatrix(addr: Int32):
+    """Four matrices of 8 rows of 16 bytes each, as operands of `mma_bf16`; each lane gives the address of one row."""
+    text = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
+
+
+def ldmatrix_transposed(addr: Int32):
+    text = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
+    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
+
+
 def mma_bf16(c, a, b):
     """D[16, 8] += A[16, 16] B[16, 8] on four, four and two registers."""
     text = (
@@ -417,6 +433,10 @@ def select_f32(condition: Boolean, yes: Float32, no: Float32) -> Float32:
 
 def smaller(a: Int32, b: Int32) -> Int32:
     return inline_ptx("min.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
+
+
+def larger(a: Int32, b: Int32) -> Int32:
+    return inline_ptx("max.s32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[a, b])
 
 
 def select(condition: Boolean, yes: Int32, no: Int32) -> Int32:

@@ -1,21 +1,22 @@
 """The ring of weights, stated twice: slots that the streaming warp fills for a row, and slots that the consumers step
-over. The two must agree for every outcome of the router and for every kind of batch row.
+over. The two must agree for every outcome of the router and for every kind and length of batch row.
 
     streamed(shape, f, code, part, outcome)    bytes of each slot, as `stream.py` copies them
     consumed(shape, f, code, part, outcome)    number of slots, as the stages count them
     walk(steps, slots)                         where stream and consumers of an SM would wait for each other for ever
 
-A slot belongs to two warps, which take its two pieces; the state and tiles of a KDA head are read by all warps, as many
-slots at a time as there are. A warp does its slots in their order and waits for others only behind all its pieces of a
-group of tiles, so it gives a slot back before one is needed that the ring could not hold beside it: one is enough.
+A slot belongs to two warps, which take its two pieces; the state and tiles of a KDA head and the cached rows of
+mla_decode are read by all warps, no more slots at a time than there are. A warp does its slots in their order and waits
+for others only behind all its pieces of a group of tiles, so it gives a slot back before one is needed that the ring
+could not hold beside it: one is enough.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cute_megakernel.footprint import Part
+from cute_megakernel.footprint import Part, cached_tokens, decode_units, split
 from cute_megakernel.rows import Code
-from cute_megakernel.shape import STATE_BYTES, KernelShape
+from cute_megakernel.shape import SLOT_TOKENS, STATE_BYTES, KernelShape
 from cute_megakernel.table_view import Fields
 
 BF16_BLOCK = 512
@@ -23,10 +24,12 @@ BF16_BLOCK = 512
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is known only when the launch runs: `picks[row]` of the router, and which rows have state to stream."""
+    """What is known only when the launch runs: `picks[row]` of the router, which rows have state to stream, and their
+    lengths."""
 
     picks: tuple[tuple[int, ...], ...]
     live: tuple[bool, ...]
+    lengths: tuple[int, ...]
 
     @property
     def experts(self) -> list[int]:
@@ -52,6 +55,11 @@ def streamed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Out
         size, row = shape.kda_head_dim**2, part.first // shape.kda_heads
         state = _pieces(4 * size, STATE_BYTES) if outcome.live[row] else []
         return state + (2 if shape.low_rank_gate else 1) * _pieces(2 * size, STATE_BYTES)
+    if code == Code.MLA_DECODE:
+        own = Part(part.sm, 0, 1, tuple(split(shape, length)[1] for length in outcome.lengths))
+        tokens = [cached_tokens(shape, outcome.lengths[r], which) for which, r, _ in decode_units(shape, f, own)]
+        slot = SLOT_TOKENS * shape.latent_bytes
+        return [size for count in tokens for size in _pieces(count * shape.latent_bytes, slot)]
     if code == Code.MOE_GATE_UP:
         assert part.sm is not None
         first, end = share(part.sm, shape.sms, len(outcome.experts) * f["total"])
@@ -74,6 +82,8 @@ def consumed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Out
         slot_rows, slot_tiles = STATE_BYTES // (4 * dim), STATE_BYTES // (16 * dim)
         state = _ceil(dim, slot_rows) if outcome.live[part.first // shape.kda_heads] else 0
         return state + (1 + shape.low_rank_gate) * _ceil(dim // 8, slot_tiles)
+    if code == Code.MLA_DECODE:
+        return _decode_slots(shape, part, outcome)
     pieces = 0
     if code == Code.LINEAR:
         pieces = _ceil((part.end - part.first) * f["ppt"], f["tpp"])
@@ -85,6 +95,22 @@ def consumed(shape: KernelShape, f: Fields, code: Code, part: Part, outcome: Out
         experts = len(outcome.served(range(f["r0"], f["r1"])))
         pieces = experts * _ceil((part.end - part.first) * f["ppt"], f["tpp"])
     return _ceil(pieces, 2)
+
+
+def _decode_slots(shape: KernelShape, part: Part, outcome: Outcome) -> int:
+    """Slots of this SM's units, turn by turn."""
+    assert part.sm is not None
+    slots, groups = 0, shape.head_groups
+    for unit in range(part.sm, shape.splits * shape.rows * groups, shape.sms):
+        length = outcome.lengths[unit // groups % shape.rows]
+        tokens = split(shape, length)[0]
+        start = unit // (shape.rows * groups) * tokens
+        count = min(tokens, length - start)
+        cached = count - (start + count == length)
+        while count > 0:
+            slots += min(shape.turn_slots, _ceil(max(0, cached), SLOT_TOKENS))
+            count, cached = count - SLOT_TOKENS * shape.turn_slots, cached - SLOT_TOKENS * shape.turn_slots
+    return slots
 
 
 def _ceil(a: int, b: int) -> int:

@@ -24,8 +24,9 @@ class Code(IntEnum):
     KDA_HEAD = 6  # all ops of one head of one batch row, from in_proj to the gated norm
     MLA_KV_APPEND = 7
     MLA_DECODE = 8
-    MLA_COMBINE = 9  # x <- the parts of mla_decode put together
-    ARGMAX = 10
+    MLA_REDUCE = 9  # the many parts of a long sequence put together, each SM some columns of a head
+    MLA_COMBINE = 10  # x <- the few parts of a short one put together, or what MLA_REDUCE made
+    ARGMAX = 11
 
 
 class Epilogue(IntEnum):

@@ -13,7 +13,7 @@ import torch
 from cute_megakernel.lowering import lower, second_x, x_pitch
 from cute_megakernel.recording import Buffer, Recording
 from cute_megakernel.rows import STREAMED, Code, Row
-from cute_megakernel.shape import MAX_BANK, MAX_SPLITS, KernelShape, most_slots
+from cute_megakernel.shape import MAX_BANK, KernelShape, most_slots
 from kimi_kernels.config import KimiConfig
 
 SMALLEST_X = 20480  # the query of 16 heads in mla_decode
@@ -36,7 +36,7 @@ class Schedule:
     rows: list[Row]
     work: list[list[tuple[int, int]]]
     places: dict[int, Place] = field(default_factory=dict)  # by buffer index
-    extras: dict[str, Place] = field(default_factory=dict)  # scores, flags, parts
+    extras: dict[str, Place] = field(default_factory=dict)  # scores, parts
     words: int = 0
 
     @property
@@ -196,8 +196,7 @@ def _place(schedule: Schedule):
         schedule.places[buffer.index] = take(buffer.rows, words_of(buffer))
     heads, latent = shape.mla_heads, shape.kv_lora_rank
     schedule.extras["scores"] = take(max(1, schedule.mixes) * shape.rows, MAX_BANK)
-    schedule.extras["flags"] = take(max(1, sum(row.code == Code.MLA_KV_APPEND for row in schedule.rows)), 16)
-    schedule.extras["ml"] = take(shape.rows * heads * MAX_SPLITS, 2)
-    schedule.extras["part"] = take(shape.rows * heads * MAX_SPLITS, latent)
+    schedule.extras["ml"] = take(shape.rows * heads * shape.splits, 2)
+    schedule.extras["part"] = take(shape.rows * heads * shape.splits, latent)
     schedule.extras["best"] = take(shape.sms * shape.rows, 2)
     schedule.words = at

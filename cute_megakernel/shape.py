@@ -10,9 +10,13 @@ MXFP4_PIECE = 28  # blocks at most, 7616 bytes: fewer than fit, for they are wor
 STATE_BYTES = 16384  # of a head's recurrent state, or of its tiles of a projection, in one slot
 SHARED_BYTES = 232448  # most that a block may have, sm_90 and sm_100
 FIELD_WORDS = 64  # words of a table row
-MAX_SPLITS = 32  # parts of a sequence in mla_decode
-SPLIT_TOKENS = 64
-DECODE_TOKENS = 128  # tokens that mla_decode scores at a time
+GROUP_HEADS = 16  # heads of a unit of mla_decode
+SLOT_TOKENS = 16  # cached tokens in one slot
+SHORT_PART, PART = 64, 128  # tokens of a part of mla_decode: of a short sequence, and at least of a long one
+DIRECT_PARTS = 16  # parts of a short sequence, which every SM puts together for itself
+SUM_COLUMNS, SUM_PARTS = 64, 8  # of these parts of a head a warp adds up so many columns
+SCORES_PITCH = 272  # bytes of a head's scores of one turn, and of its probabilities: 8 rows start in different banks
+SCORE_GROUPS = 4  # of warps: each has a part of the columns
 MAX_BANK = 8
 PAIRS = CONSUMER_WARPS // 2  # a slot of the ring belongs to two warps, one piece each; so many slots at most
 MOST_BLOCKS = SLOT_BYTES // 2 // 512 - 1  # bfloat16 blocks of a piece, with room for the pitch of its rows
@@ -55,6 +59,35 @@ class KernelShape:
     @property
     def block_bytes(self) -> int:
         return 272 if self.mxfp4 else 512
+
+    @property
+    def head_groups(self) -> int:
+        return -(-self.mla_heads // GROUP_HEADS)
+
+    @property
+    def splits(self) -> int:
+        """Parts of a sequence at most, a power of two: enough units for the SMs of one GPU."""
+        return max(DIRECT_PARTS, 128 >> (self.head_groups - 1).bit_length())
+
+    @property
+    def latent_bytes(self) -> int:
+        """Of a cached row."""
+        return 2 * (self.kv_lora_rank + self.qk_rope_dim)
+
+    @property
+    def latent_pitch(self) -> int:
+        """From a cached row, or a query, to the next in shared memory: 8 of them start in different banks."""
+        return self.latent_bytes + 16
+
+    @property
+    def turn_slots(self) -> int:
+        """Slots of cached rows that mla_decode works on at a time, while the others are filled."""
+        return min(4, (self.slots + 1) // 2)
+
+    @property
+    def sum_slices(self) -> int:
+        """Slices of a head's columns that an SM puts together at a time where there are more than DIRECT_PARTS."""
+        return CONSUMER_WARPS * SUM_PARTS // self.splits
 
 
 @dataclass(frozen=True)
@@ -125,13 +158,13 @@ class SharedLayout:
             "ids_free": 8,
             "zero": 512,
             "row": 3 * 4 * FIELD_WORDS,  # two of the consumers in turn, one of the streaming warp
-            "slots": 64,  # of each batch row: slot or -1, whether its state starts from zero
+            "slots": 96,  # of each batch row: slot or -1, whether its state starts from zero; then the lengths
             "scratch": 2048,
             "ids": 4 * (MAX_PICKS + 4),
             "slot_of": 8 * MAX_PICKS,
             "pick_weights": 4 * 8 * 32,
             "local": 4 * (9 * s.kda_head_dim + 32),
-            "sums": max(2 * s.sums * s.rows * 32, 4 * 16 * DECODE_TOKENS),
+            "sums": max(2 * s.sums * s.rows * 32, SCORE_GROUPS * GROUP_HEADS * SCORES_PITCH),
             "x": s.x_bytes,
             "ring": s.slots * SLOT_BYTES,
         }

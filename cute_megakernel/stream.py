@@ -24,9 +24,10 @@ from cute_megakernel.core import (
     wait_full,
 )
 from cute_megakernel.rows import Code
-from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, STATE_BYTES
+from cute_megakernel.shape import FIELD_WORDS, SLOT_BYTES, SLOT_TOKENS, STATE_BYTES
 from cute_megakernel.stages.causal_conv1d import step_bytes, window_at
 from cute_megakernel.stages.kda_head import is_new, slot_of_row
+from cute_megakernel.stages.mla_cache import page_at, unit_of, units
 from cute_megakernel.stages.moe_down import served_experts, serves
 from cute_megakernel.stages.moe_gate_up import share
 
@@ -59,6 +60,8 @@ def _stream_row(sm: Sm, f: Fields, pos: Int32, first: Int32, end: Int32, cap: In
         pos = _down(sm, f, pos, first, end, cap)
     elif code == Code.KDA_HEAD:
         pos = _head(sm, f, pos, first, cap)
+    elif code == Code.MLA_DECODE:
+        pos = _latents(sm, f, pos, cap)
     elif code == Code.MIX:
         _prefetch(sm, f)
     return pos
@@ -121,6 +124,45 @@ def _copy(sm: Sm, pos: Int32, source: Int64, nbytes: Int32, per_slot: Int32, cap
             ptx.bulk_copy(ring_slot(sm, pos), source + Int64(done), size, _full(sm, pos))
         pos += 1
         done += per_slot
+    return pos
+
+
+@cute.jit
+def _latents(sm: Sm, f: Fields, pos: Int32, cap: Int32) -> Int32:
+    """The cached rows of this SM's units of mla_decode, but for the newest of a sequence, which is still being made."""
+    unit = sm.block
+    while unit < units(sm.shape):
+        r, _, _, start, end, newest = unit_of(sm, unit)
+        if start < end - newest:
+            pos = _copy_tokens(sm, f, pos, r, start, end - newest, cap)
+        unit += sm.shape.sms
+    return pos
+
+
+@cute.jit
+def _copy_tokens(sm: Sm, f: Fields, pos: Int32, r: Int32, first: Int32, end: Int32, cap: Int32) -> Int32:
+    """Cached rows of tokens [first, end), two slots at a time, a row a lane, which knows its next page by then."""
+    nbytes, size = Int32(sm.shape.latent_bytes), f["page_size"]
+    page = (first + sm.lane) // size
+    inside, pages = first + sm.lane - page * size, 32 // size
+    rest, pool, most = 32 - pages * size, address_of(f, "pool"), _most_slots(sm, cap, SLOT_TOKENS * nbytes)
+    token, last = first + sm.lane, (end - 1) // size
+    entry = page_at(sm, f, r, ptx.smaller(page, last))
+    while first < end:
+        source = pool + (Int64(entry) * Int64(size) + Int64(inside)) * nbytes
+        page, inside = page + pages, inside + rest
+        over = ptx.select(inside >= size, Int32(1), Int32(0))
+        page, inside = page + over, inside - over * size
+        entry = page_at(sm, f, r, ptx.smaller(page, last))
+        for side in cutlass.range_constexpr(2):
+            if first < end:
+                _reserve(sm, pos, ptx.smaller(end - first, Int32(SLOT_TOKENS)) * nbytes, most)
+                if ((sm.lane >> 4) == side) & (token < end):
+                    at = ring_slot(sm, pos) + (sm.lane & (SLOT_TOKENS - 1)) * sm.shape.latent_pitch
+                    ptx.bulk_copy(at, source, nbytes, _full(sm, pos))
+                pos += 1
+                first += SLOT_TOKENS
+        token += 2 * SLOT_TOKENS
     return pos
 
 

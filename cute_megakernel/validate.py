@@ -22,7 +22,7 @@ from cute_megakernel.launch import TAGS_A_LAUNCH
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule, words_of
 from cute_megakernel.schedule_error import ScheduleError, expect, label
-from cute_megakernel.shape import MAX_BANK, MAX_SPLITS
+from cute_megakernel.shape import MAX_BANK
 from cute_megakernel.table_view import TableView
 from cute_megakernel.validate_calls import check_calls
 from cute_megakernel.validate_local import check_local
@@ -114,12 +114,11 @@ def check_places(schedule: Schedule) -> None:
         fits = place.pitch == need == _words(buffer) if exact else place.pitch >= need
         expect(fits, buffer.name, f"a row of {need} words has {place.pitch}")
         taken.append((place.start, place.start + buffer.rows * place.pitch, place.pitch, buffer.name))
-    heads, appends = shape.rows * shape.mla_heads, sum(row.code == Code.MLA_KV_APPEND for row in schedule.rows)
+    heads = shape.rows * shape.mla_heads
     sizes = {
         "scores": (max(1, schedule.mixes) * shape.rows, MAX_BANK),
-        "flags": (max(1, appends), 16),
-        "ml": (heads * MAX_SPLITS, 2),
-        "part": (heads * MAX_SPLITS, shape.kv_lora_rank),
+        "ml": (heads * shape.splits, 2),
+        "part": (heads * shape.splits, shape.kv_lora_rank),
         "best": (shape.sms * shape.rows, 2),
     }
     for name, (rows, pitch) in sizes.items():
@@ -169,7 +168,7 @@ def check_words(schedule: Schedule, view: TableView) -> None:
         if row.code == Code.MLA_DECODE:
             _check_parts(schedule, view, number, decodes, combines, seen)
             decodes.append(number)
-        elif row.code == Code.MLA_COMBINE:
+        elif row.code in (Code.MLA_REDUCE, Code.MLA_COMBINE):
             subs = [view.rows[decode]["sub"] for decode in decodes]
             expect(bool(subs) and f["sub"] == subs[-1], where, "puts together parts of another mla_decode")
             combines.setdefault(decodes[-1], []).append(number)

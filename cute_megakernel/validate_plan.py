@@ -7,13 +7,17 @@ from cute_megakernel.schedule_error import expect, label
 from cute_megakernel.shape import (
     CONSUMER_WARPS,
     CONSUMERS,
+    DIRECT_PARTS,
+    GROUP_HEADS,
     MAX_BANK,
     MAX_PICKS,
     PAIRS,
     PICKS,
     SHARED_BYTES,
     SLOT_BYTES,
+    SLOT_TOKENS,
     STATE_BYTES,
+    SUM_COLUMNS,
     SharedLayout,
     mix_quads,
 )
@@ -58,8 +62,7 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
             same = (row.args["top_k"], row.args["experts"]) == (shape.top_k, shape.num_experts)
             expect(same, where, "picks or experts are not those that the kernel is built for")
         elif row.code == Code.MLA_DECODE:
-            pitch = 2 * (-(-(shape.kv_lora_rank + shape.qk_rope_dim) // 32) * 32) + 16
-            expect(16 * pitch <= shape.x_bytes, where, f"16 queries take {16 * pitch} of {shape.x_bytes} bytes")
+            _check_decode(schedule, row, f, where)
         elif row.code == Code.MLA_COMBINE:
             used = (row.rows[1] - row.rows[0]) * f["x_pitch"]
             expect(used <= shape.x_bytes, where, f"its heads take {used} of {shape.x_bytes} bytes")
@@ -97,6 +100,22 @@ def _check_head(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
     fine = all(weight is not None and list(weight.shape) == size for weight in weights)
     expect(fine, where, f"projections are not {size}, as the kernel is built for")
     expect(shape.low_rank_gate == (f["g_b"] != 0), where, "the output gate is not as the kernel is built for")
+
+
+def _check_decode(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
+    """Queries and cached rows in shared memory, columns that divide over the warps, words in pairs."""
+    shape, layout = schedule.shape, SharedLayout.of(schedule.shape)
+    L, P, nope, pitch = shape.kv_lora_rank, shape.qk_rope_dim, shape.qk_nope_dim, shape.latent_pitch
+    queries = GROUP_HEADS * pitch
+    expect(queries <= shape.x_bytes, where, f"{GROUP_HEADS} queries take {queries} of {shape.x_bytes} bytes")
+    expect(SLOT_TOKENS * pitch <= SLOT_BYTES, where, f"{SLOT_TOKENS} cached rows do not fit a slot")
+    expect(pitch <= layout.sums - layout.local, where, "the newest row does not fit")
+    expect(row.rows == (0, shape.rows), where, "does not serve all batch rows")
+    pairs = -(-L // (16 * CONSUMER_WARPS))
+    fine = L % (16 * pairs) == 0 and P % 16 == 0 and P <= 128 and L <= DIRECT_PARTS * SUM_COLUMNS // 2
+    expect(fine, where, f"{L} and {P} columns do not divide over the warps")
+    even = all(f[name] % 2 == 0 for name in ("src", "src_pitch", "rope", "rope_pitch", "ckv", "ckv_pitch"))
+    expect(even and nope % 4 == 0, where, "words do not come in pairs")
 
 
 def _check_tiles(schedule: Schedule, number: int, row: Row, f: Fields, where: str) -> None:

@@ -15,18 +15,21 @@ EXPERT_ROWS = (Code.MOE_GATE_UP, Code.MOE_DOWN)
 
 
 def router_outcomes(schedule: Schedule, count: int, seed: int) -> Iterator[Outcome]:
-    """All rows pick the same experts; all pick different ones; random picks with random rows padded or new."""
+    """All rows pick the same experts; all pick different ones; random picks with random rows padded or new, of any
+    length."""
     shape, rng = schedule.shape, random.Random(seed)
     rows, k, experts = shape.rows, shape.top_k, shape.num_experts
-    yield Outcome((tuple(range(k)),) * rows, (True,) * rows)
-    yield Outcome(tuple(tuple((r * k + a) % experts for a in range(k)) for r in range(rows)), (False,) * rows)
+    yield Outcome((tuple(range(k)),) * rows, (True,) * rows, (1 << 20,) * rows)
+    different = tuple(tuple((r * k + a) % experts for a in range(k)) for r in range(rows))
+    yield Outcome(different, (False,) * rows, (0,) * rows)
     for _ in range(count):
         picks = tuple(tuple(rng.sample(range(experts), k)) for _ in range(rows))
-        yield Outcome(picks, tuple(rng.random() < 0.5 for _ in range(rows)))
+        lengths = tuple(rng.randrange(2 ** rng.randrange(1, 18)) for _ in range(rows))
+        yield Outcome(picks, tuple(rng.random() < 0.5 for _ in range(rows)), lengths)
 
 
 def check_ring(schedule: Schedule, view: TableView, outcomes: list[Outcome]) -> None:
-    codes = (Code.LINEAR, Code.KDA_HEAD, Code.MOE_ROUTER, *EXPERT_ROWS)
+    codes = (Code.LINEAR, Code.KDA_HEAD, Code.MLA_DECODE, Code.MOE_ROUTER, *EXPERT_ROWS)
     numbers = [number for number, row in enumerate(schedule.rows) if row.code in codes]
     known: dict[tuple, int] = {}
     for outcome in outcomes:
@@ -61,7 +64,7 @@ def _steps(schedule: Schedule, view: TableView, number: int, outcome: Outcome, k
 
 def _decides(code: Code, sm: int, first: int, outcome: Outcome) -> tuple:
     """What the number of slots depends on besides the number of units."""
-    if code == Code.MOE_GATE_UP:
+    if code in (Code.MOE_GATE_UP, Code.MLA_DECODE):
         return sm, outcome
     return (first, outcome) if code == Code.KDA_HEAD else (outcome,) if code == Code.MOE_DOWN else ()
 

@@ -149,7 +149,8 @@ def depends(later: Row, earlier: Row) -> bool:
     takes_x = earlier.code in (Code.MIX, Code.MLA_COMBINE) and later.code not in (Code.MIX, Code.BANK_SCORES)
     takes_x = takes_x and later.x is not None and later.x == earlier.x
     scores = earlier.code == Code.BANK_SCORES and later.code == Code.MIX
-    return reads or takes_x or scores or (earlier.code, later.code) == (Code.MLA_DECODE, Code.MLA_COMBINE)
+    parts = (Code.MLA_DECODE, Code.MLA_REDUCE, Code.MLA_COMBINE)
+    return reads or takes_x or scores or (earlier.code, later.code) in zip(parts, parts[1:], strict=False)
 
 
 def row_before_its_input(schedule: Schedule, rng: random.Random) -> None:
@@ -175,7 +176,7 @@ def overlapping_places(schedule: Schedule, rng: random.Random) -> None:
 
 
 def overlapping_extra(schedule: Schedule, rng: random.Random) -> None:
-    name = pick(["scores", "flags", "ml", "part", "best"], rng)
+    name = pick(["scores", "ml", "part", "best"], rng)
     place = schedule.extras[name]
     schedule.extras[name] = Place(place.start - 16, place.pitch)
 

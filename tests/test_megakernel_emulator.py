@@ -14,7 +14,7 @@ from schedule_cases import BASES, MUTATIONS, Case, NotHere, fewest_sms
 from cute_megakernel.emulator import ORDERS, EmulationError, Emulator
 from cute_megakernel.footprint import Part, decode_units, split
 from cute_megakernel.rows import Code
-from cute_megakernel.shape import MAX_SPLITS
+from cute_megakernel.shape import DIRECT_PARTS, SLOT_TOKENS
 from cute_megakernel.table_view import TableView
 from kimi_kernels.backends import make_ops
 from kimi_kernels.checkpoint import load_weights
@@ -53,9 +53,9 @@ def models(checkpoints) -> Models:
     return Models({f: (config, load_weights(checkpoints[f], config, progress=False)) for f, config in configs.items()})
 
 
-def filled_state(config: KimiConfig, weights: ModelWeights, rows: int, seed: int) -> State:
+def filled_state(config: KimiConfig, weights: ModelWeights, rows: int, seed: int, pages: int = PAGES) -> State:
     """Random pools, one slot a row and one that nobody owns, which is NaN."""
-    state = State.zeros(config, rows + 1, rows * PAGES, PAGE, layers=[layer.index for layer in weights.layers])
+    state = State.zeros(config, rows + 1, rows * pages, PAGE, layers=[layer.index for layer in weights.layers])
     generator = torch.Generator().manual_seed(seed)
     for layer in state.layers:
         for name, pool in vars(layer).items():
@@ -65,11 +65,11 @@ def filled_state(config: KimiConfig, weights: ModelWeights, rows: int, seed: int
     return state
 
 
-def batch_of(lengths: list[int], new: list[bool] | None = None) -> Batch:
+def batch_of(lengths: list[int], new: list[bool] | None = None, pages_each: int = PAGES) -> Batch:
     """Row r in slot rows - 1 - r; length 0 is padding."""
     rows = len(lengths)
     slots = [rows - 1 - r if length else -1 for r, length in enumerate(lengths)]
-    pages = torch.randperm(rows * PAGES, generator=torch.Generator().manual_seed(rows)).int().reshape(rows, PAGES)
+    pages = torch.randperm(rows * pages_each, generator=torch.Generator().manual_seed(rows)).int().reshape(rows, -1)
     flags = torch.tensor(new or [False] * rows)
     return Batch(torch.tensor(slots).int(), flags, torch.tensor(lengths).int(), pages)
 
@@ -116,6 +116,18 @@ def test_lengths_and_rows_change_between_launches(family, models):
     for step, lengths in enumerate(([1, 66], [65, 0], [0, 3], [129, 2], [0, 0])):
         tokens = torch.tensor([3 + step, 100 + step])
         assert_equal_steps(models[family], emulator, states, batch_of(lengths, [step == 2, step == 3]), tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_sequence_beside_a_short_one(family, models):
+    """More parts than an SM puts together by itself, and one."""
+    config, weights = models[family]
+    part = dataclasses.replace(weights, layers=tuple(weights.layers[l] for l in config.mla_layers))
+    states = filled_state(config, part, 2, 3, 132), filled_state(config, part, 2, 3, 132)
+    emulator = Emulator(config, part, states[1], rows=2, sms=9)
+    assert split(emulator.schedule.shape, 2100)[1] > DIRECT_PARTS
+    batch = batch_of([2100, 3], pages_each=132)
+    assert_equal_steps((config, part), emulator, states, batch, torch.tensor([9, 4]))
 
 
 @pytest.mark.parametrize("layers", ((0,), (0, 1), (1, 2, 3)))
@@ -185,24 +197,30 @@ def test_wrong_arguments_are_refused(models):
         Emulator(config, weights, filled_state(config, weights, 1, 1), order="backwards")
 
 
+SHAPE = BASES["k3"].schedule().shape
+
+
 def test_parts_of_the_lengths_above_are_several():
-    assert [split(length)[1] for length in (0, 1, 64, 65, 130)] == [0, 1, 1, 2, 3]
+    assert [split(SHAPE, length)[1] for length in (0, 1, 64, 65, 130)] == [0, 1, 1, 2, 3]
 
 
 # parts of a sequence (C15: counts that are right at one length only; C14: nothing to do)
 
 
-@given(st.integers(0, 200_000))
-@example(0)
-@example(1)
-@example(63)
-@example(64)
-@example(65)
-@example(1025)
-@example(131072)
-def test_parts_cover_a_sequence_of_any_length(length):
-    tokens, parts = split(length)
-    assert parts <= MAX_SPLITS and tokens % 8 == 0
+@given(st.integers(0, 200_000), st.sampled_from((1, 16, 17, 96)))
+@example(0, 12)
+@example(1, 12)
+@example(63, 12)
+@example(64, 12)
+@example(65, 12)
+@example(1025, 12)
+@example(2049, 32)
+@example(131072, 12)
+def test_parts_cover_a_sequence_of_any_length(length, heads):
+    shape = dataclasses.replace(SHAPE, mla_heads=heads)
+    tokens, parts = split(shape, length)
+    assert parts <= shape.splits and tokens % SLOT_TOKENS == 0
+    assert parts <= DIRECT_PARTS or length > 2048
     assert (parts - 1) * tokens < length <= parts * tokens if length else parts == 0
 
 
@@ -213,7 +231,7 @@ def test_every_part_has_one_sm(sms):
     view = TableView(schedule)
     f = next(f for f, row in zip(view.rows, schedule.rows, strict=True) if row.code == Code.MLA_DECODE)
     lengths = (0, 1, 700)
-    parts = tuple(split(length)[1] for length in lengths)
+    parts = tuple(split(schedule.shape, length)[1] for length in lengths)
     units = Counter(
         (which, r, head)
         for sm in range(sms)

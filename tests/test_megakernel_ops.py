@@ -22,7 +22,8 @@ def codes_of(op: str) -> tuple[Code, ...]:
 
 def test_every_op_has_a_handler_in_the_order_of_the_table():
     assert list(HANDLERS) == list(OPS)
-    assert {code for op in OPS for code in codes_of(op)} | {Code.BANK_SCORES, Code.MLA_DECODE} == set(Code)
+    without_op = {Code.BANK_SCORES, Code.MLA_DECODE, Code.MLA_REDUCE}
+    assert {code for op in OPS for code in codes_of(op)} | without_op == set(Code)
 
 
 def test_every_handler_is_a_stage_file():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cute_megakernel.footprint import Part
 from cute_megakernel.ring import Outcome, Step, consumed, share, streamed, walk
 from cute_megakernel.rows import Code
-from cute_megakernel.shape import SLOT_BYTES, KernelShape, Pieces
+from cute_megakernel.shape import SLOT_BYTES, SLOT_TOKENS, KernelShape, Pieces
 
 
 class OneRow(dict):
@@ -18,18 +18,22 @@ class OneRow(dict):
 @st.composite
 def ring_rows(draw):
     """A row of any code with any sizes, and what the router chose."""
-    code = draw(st.sampled_from((Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_HEAD)))
+    code = draw(st.sampled_from((Code.LINEAR, Code.MOE_GATE_UP, Code.MOE_DOWN, Code.KDA_HEAD, Code.MLA_DECODE)))
     rows, experts = draw(st.integers(1, 8)), draw(st.sampled_from((8, 24, 896)))
     top_k, mxfp4 = draw(st.integers(1, 8)), draw(st.booleans())
     sms, dim = draw(st.sampled_from((1, 3, 132))), draw(st.sampled_from((32, 64, 128)))
-    shape = KernelShape(rows, 160, 4, dim, 2, 48, 32, 16, experts, top_k, mxfp4, 20480, sms, 4, draw(st.booleans()))
+    slots, heads = draw(st.integers(1, 8)), draw(st.sampled_from((2, 12, 32, 96)))
+    gate = draw(st.booleans())
+    shape = KernelShape(rows, 160, 4, dim, heads, 48, 32, 16, experts, top_k, mxfp4, 20480, sms, slots, gate)
     picks = draw(st.lists(st.permutations(range(min(experts, 12))), min_size=rows, max_size=rows))
     live = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
     kb, r0 = draw(st.integers(1, 300)), draw(st.integers(0, rows - 1))
     cut = Pieces.of(kb, mxfp4 and code != Code.LINEAR)
     fields = OneRow(kb=kb, piece=cut.blocks, ppt=cut.per_tile, tpp=cut.tiles, total=draw(st.integers(1, 64)))
     fields |= {"r0": r0, "r1": draw(st.integers(r0 + 1, rows))}
-    outcome = Outcome(tuple(tuple(p[:top_k]) for p in picks), tuple(live))
+    some = st.sampled_from((0, 1, 2, 17, 64, 65, 129, 1024, 2049, 40000))
+    lengths = draw(st.lists(some, min_size=rows, max_size=rows))
+    outcome = Outcome(tuple(tuple(p[:top_k]) for p in picks), tuple(live), tuple(lengths))
     first = draw(st.integers(0, 4 * rows - 1))
     return shape, fields, code, Part(draw(st.integers(0, sms - 1)), first, first + draw(st.integers(1, 40))), outcome
 
@@ -45,6 +49,12 @@ def test_stream_and_consumers_count_the_same_slots(row):
     if code == Code.MOE_DOWN:
         served = len(outcome.served(range(fields["r0"], fields["r1"])))
         assert sum(sizes) == served * (part.end - part.first) * fields["kb"] * shape.block_bytes
+    if code == Code.MLA_DECODE:
+        own = dataclasses.replace(shape, sms=1)
+        of_all = sum(streamed(own, fields, code, Part(0, 0, 1), outcome))
+        cached = sum(max(0, length - 1) for length in outcome.lengths)
+        assert of_all == cached * shape.head_groups * shape.latent_bytes
+        assert all(size <= SLOT_TOKENS * shape.latent_bytes for size in sizes)
     if code == Code.LINEAR:
         assert sum(sizes) == (part.end - part.first) * fields["kb"] * 512
 
