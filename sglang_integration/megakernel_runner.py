@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
+from cute_megakernel.recording import weight_paths
 from cute_megakernel.schedule_error import ScheduleError
 from kimi_kernels.config import KimiConfig
 from kimi_kernels.state import Batch, State
-from kimi_kernels.traffic import resident_bytes
 from kimi_kernels.weights import ModelWeights
 
 MODULE = "cute_megakernel.megakernel"
 PACKAGES = ("cutlass", "cuda.bindings")
 CAPABILITY = (9, 0)
-# of the device's memory, for caches, activations and graphs beside weights and images
+# of the device's memory, for caches, activations and graphs beside weights and copies of them
 RESERVE = 0.08
 PAGE_SIZE = 64
 ERROR = slice(2, 3)  # of `Megakernel.control`
@@ -39,12 +39,16 @@ def unsupported(config: KimiConfig, weights: ModelWeights, device: torch.device)
     if config.dtype != torch.bfloat16:
         return f"activations are {config.dtype}, not torch.bfloat16"
     free, total = torch.cuda.mem_get_info(device)
-    needed = resident_bytes(weights)
+    needed = copied_bytes(weights)
     if needed + RESERVE * total > free:
-        return (
-            f"its images of the weights need {needed / 2**30:.1f} GiB beside SGLang's own, {free / 2**30:.1f} are free"
-        )
+        return f"its copies of weights need {needed / 2**30:.1f} GiB beside SGLang's own, {free / 2**30:.1f} are free"
     return None
+
+
+def copied_bytes(weights: ModelWeights) -> int:
+    """What the megakernel reads in another layout than SGLang: MXFP4 experts, and both halves of kv_b."""
+    paths = weight_paths(weights)
+    return sum(tensor.nbytes for path, tensor in paths if tensor.dtype == torch.uint8 or path.endswith("kv_b"))
 
 
 class MegakernelRunner:
