@@ -19,6 +19,7 @@ from kimi_kernels.mxfp4 import unpack
 from kimi_kernels.weights import ModelWeights
 
 Tensor = torch.Tensor
+EXPERTS_AT_ONCE = 16  # MXFP4 codes take 4 bytes each, several times, on their way into blocks
 MAX_SCALE = 253  # 2^(253 - 127): the decoder multiplies by a float of the exponent field scale + 1
 
 
@@ -115,7 +116,8 @@ def image(kind: str, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """The image of a weight, as a row of the table names it."""
     if kind.endswith("experts") and scale is not None:
         both = (paired(weight), paired(scale)) if kind.startswith("paired") else (weight, scale)
-        return mxfp4_blocks(*both)
+        parts = zip(*(part.split(EXPERTS_AT_ONCE) for part in both), strict=True)
+        return torch.cat([mxfp4_blocks(*part) for part in parts])
     if kind in ("absorb", "expand"):
         return whole_rows(weight.transpose(-1, -2) if kind == "absorb" else weight, together=True)
     return whole_rows(weight, 2 if kind.startswith("paired") else 1)

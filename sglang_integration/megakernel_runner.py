@@ -1,4 +1,4 @@
-"""The megakernel behind the runner's interface: an instance for each number of rows, all over one set of weights.
+"""The megakernel behind the runner's interface: an instance for each number of rows, all over one set of weight images.
 
 An instance holds addresses of the pools and is compiled, so it is made at the first step of its rows. Engines run each
 batch size once before they capture its graph, and that is when; a capture that meets a new row count raises.
@@ -22,7 +22,7 @@ from kimi_kernels.weights import ModelWeights
 MODULE = "cute_megakernel.megakernel"
 PACKAGES = ("cutlass", "cuda.bindings")
 CAPABILITY = (9, 0)
-# of the device's memory, for caches, activations and graphs beside weights
+# of the device's memory, for caches, activations and graphs beside weights and copies of them
 RESERVE = 0.08
 PAGE_SIZE = 64
 ERROR = slice(2, 3)  # of `Megakernel.control`
@@ -39,18 +39,16 @@ def unsupported(config: KimiConfig, weights: ModelWeights, device: torch.device)
     if config.dtype != torch.bfloat16:
         return f"activations are {config.dtype}, not torch.bfloat16"
     free, total = torch.cuda.mem_get_info(device)
-    needed = image_bytes(weights)
+    needed = copied_bytes(weights)
     if needed + RESERVE * total > free:
-        return (
-            f"its MXFP4 experts need {needed / 2**30:.1f} GiB beside SGLang's own, {free / 2**30:.1f} are free"
-        )
+        return f"its copies of weights need {needed / 2**30:.1f} GiB beside SGLang's own, {free / 2**30:.1f} are free"
     return None
 
 
-def image_bytes(weights: ModelWeights) -> int:
-    """What the megakernel holds beside the weights: MXFP4 experts in its own order, and kv_b in two parts."""
-    repacked = (t for path, t in weight_paths(weights) if t.dtype == torch.uint8 or path.endswith("kv_b"))
-    return sum(tensor.numel() * tensor.element_size() for tensor in repacked)
+def copied_bytes(weights: ModelWeights) -> int:
+    """What the megakernel reads in another layout than SGLang: MXFP4 experts, and both halves of kv_b."""
+    paths = weight_paths(weights)
+    return sum(tensor.nbytes for path, tensor in paths if tensor.dtype == torch.uint8 or path.endswith("kv_b"))
 
 
 class MegakernelRunner:

@@ -78,9 +78,6 @@ def _mla(config: KimiConfig, t: Tensors) -> Namespace:
     p = {name.split(".")[1]: tensor for name, tensor in t.items() if name.startswith("self_attn.")}
     names = ["kv_b_proj", "o_proj", "kv_a_layernorm", *(["g_proj"] if config.mla_out_gate else [])]
     attention = Namespace(**{name: weight(p[name]) for name in names})
-    w_kc, w_vc = p["kv_b_proj"].unflatten(0, (config.mla_heads, -1)).split([config.qk_nope_dim, config.v_dim], dim=1)
-    attention.w_kc = w_kc.transpose(1, 2).contiguous().transpose(1, 2)
-    attention.w_vc = w_vc.contiguous().transpose(1, 2)
     if config.q_lora_rank is None:
         attention.q_proj, attention.kv_a_proj_with_mqa = weight(p["q_proj"]), weight(p["kv_a_proj_with_mqa"])
         return attention

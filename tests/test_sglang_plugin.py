@@ -14,7 +14,7 @@ import torch
 from cute_megakernel import megakernel
 from cute_megakernel.schedule_error import ScheduleError
 from kimi_kernels.backends import BackendError
-from kimi_kernels.config import KIMI_LINEAR_MINI
+from kimi_kernels.config import K3_MINI, KIMI_LINEAR_MINI
 from kimi_kernels.meta_weights import meta_weights
 from sglang_integration import compat, megakernel_runner, plugin, runner
 
@@ -157,7 +157,7 @@ def test_rows_without_a_schedule_are_left_to_sglang(hopper):
 @pytest.mark.parametrize("name, replacement, reason", [
     ("_installed", lambda name: name != "cutlass", "the package cutlass is not installed"),
     ("CAPABILITY", (10, 0), r"compute capability \(9, 0\), not \(10, 0\)"),
-    ("RESERVE", 2.0, "its images of the weights need 0.0 GiB beside SGLang's own, 128.0 are free"),
+    ("RESERVE", 2.0, "its copies of weights need 0.0 GiB beside SGLang's own, 128.0 are free"),
 ])  # fmt: skip
 def test_what_the_megakernel_lacks_is_said(name, replacement, reason, hopper, monkeypatch):
     """The Triton ops run instead and the log line says why; asked for by name, the server stops."""
@@ -167,6 +167,15 @@ def test_what_the_megakernel_lacks_is_said(name, replacement, reason, hopper, mo
     monkeypatch.setenv(runner.VARIABLE, "megakernel")
     with pytest.raises(BackendError, match=reason):
         runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, device)
+
+
+def test_only_what_lies_in_another_layout_is_counted():
+    """bfloat16 matrices are read where SGLang has them."""
+    linear, k3 = (meta_weights(config, 1) for config in (KIMI_LINEAR_MINI, K3_MINI))
+    kv_b = [layer.attn.kv_b.nbytes for layer in linear.layers if layer.index in KIMI_LINEAR_MINI.mla_layers]
+    assert megakernel_runner.copied_bytes(linear) == sum(kv_b)
+    experts = sum(layer.mlp.w13.nbytes + layer.mlp.w2.nbytes for layer in k3.layers[1:])
+    assert experts < megakernel_runner.copied_bytes(k3) < 1.2 * experts
 
 
 def test_the_megakernel_has_the_names_that_the_runner_uses():

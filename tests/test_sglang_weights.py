@@ -7,14 +7,12 @@ import pytest
 import torch
 from sglang_model import sglang_model
 
-from cute_megakernel.recording import weight_paths
 from kimi_kernels.checkpoint import load_weights
 from kimi_kernels.config import K3_MINI, KIMI_LINEAR_MINI, KimiConfig
 from kimi_kernels.mini import random_tensors, write_checkpoint
 from kimi_kernels.weights import ModelWeights
 from sglang_integration.build import Extra, model_weights, stack_in_place
 from sglang_integration.compat import RAW_MXFP4
-from sglang_integration.row_ranges import row_ranges
 from sglang_integration.weight_table import MAX_SHOWN, find, weight_problems, weight_table
 
 FLOAT32 = dataclasses.replace(K3_MINI, mxfp4_experts=False, dtype=torch.float32)
@@ -62,33 +60,10 @@ def test_weights_are_shared_not_doubled(name):
               if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in owned}  # fmt: skip
     allowed = ("_res_weight", "router_bias", "out_norm", *(["in_proj"] if name == "kimi-linear" else []))
     assert all(path.endswith(allowed) for path in copied), sorted(copied)
+    rows = [tensor for path, tensor in leaves(weights) if isinstance(tensor, torch.Tensor)]
+    assert all(tensor.stride(-1) == 1 for tensor in rows)  # what reads whole rows reads them here
     assert extra.copied_bytes == sum(tensor.numel() * tensor.element_size() for tensor in copied.values())
     assert (extra.kept_bytes > 0) == config.mxfp4_experts
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_matrix_is_rows_of_sglangs_tensors(name):
-    """What a kernel that reads rows needs: views of what SGLang holds, which stacked are the weights of the step."""
-    config = CONFIGS[name]
-    text, weights, _ = made(config, random_tensors(config))
-    attentions = [text.model.layers[layer].self_attn for layer in config.mla_layers]
-    owned = {find(text, path).untyped_storage().data_ptr() for path in weight_table(config)}
-    owned |= {getattr(one, part).untyped_storage().data_ptr() for one in attentions for part in ("w_kc", "w_vc")}
-    wanted = {
-        path: tensor for path, tensor in weight_paths(weights) if tensor.ndim > 1 and tensor.dtype == config.dtype
-    }
-    for position, layer in enumerate(weights.layers):
-        if layer.index in config.mla_layers:
-            kv_b = wanted.pop(f"layers.{position}.attn.kv_b")
-            wanted[f"layers.{position}.attn.absorb"] = kv_b[:, : config.qk_nope_dim].transpose(1, 2)
-            wanted[f"layers.{position}.attn.expand"] = kv_b[:, config.qk_nope_dim :]
-    ranges = row_ranges(text, config, weights)
-    assert ranges.keys() == wanted.keys()
-    for path, found in ranges.items():
-        assert torch.equal(torch.cat(found, dim=-2), wanted[path]), path
-        assert all(one.stride(-1) == 1 and one.untyped_storage().data_ptr() in owned for one in found), path
-        low_rank = path.endswith("in_proj") and int(path.split(".")[1]) in config.kda_layers and name == "kimi-linear"
-        assert len(found) == (4 if low_rank else 1), path
 
 
 @pytest.mark.parametrize("name", CONFIGS)
