@@ -264,6 +264,7 @@ class Encoder:
     def _mla_combine(self, row: Row, values: dict):
         args = row.args
         values |= {"groups": args["head_tiles"], "group_pad": args["group_pad"]}
+        values["magic"] = -(-(1 << 20) // args["head_tiles"])
         values["x_pitch"] = self._heads_pitch(args["for"])
         self._tap(values, "dst", args["dst"])
         self._mla_reduce(row, values)

@@ -64,6 +64,9 @@ def check_plan(schedule: Schedule, view: TableView) -> None:
         elif row.code == Code.MLA_DECODE:
             _check_decode(schedule, row, f, where)
         elif row.code == Code.MLA_COMBINE:
+            largest = shape.mla_heads * f["groups"]
+            exact = all(tile * f["magic"] >> 20 == tile // f["groups"] for tile in range(largest))
+            expect(exact and largest * f["magic"] < 2**31, where, "tiles are too many to be divided by those of a head")
             used = (row.rows[1] - row.rows[0]) * f["x_pitch"]
             expect(used <= shape.x_bytes, where, f"its heads take {used} of {shape.x_bytes} bytes")
 

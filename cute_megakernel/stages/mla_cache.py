@@ -9,7 +9,7 @@ of the length of the sequence alone, so a row does not depend on its neighbours.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_megakernel import ptx
 from cute_megakernel.core import (
@@ -28,6 +28,7 @@ from cute_megakernel.core import (
 )
 from cute_megakernel.shape import (
     CONSUMER_WARPS,
+    CONSUMERS,
     DIRECT_PARTS,
     GROUP_HEADS,
     PART,
@@ -39,6 +40,7 @@ from cute_megakernel.shape import (
 )
 
 NO_SCORE = -1.0e30
+AREA = 8 * CONSUMERS  # bytes of what `sum_parts` leaves of a head
 
 
 def seq_len(sm: Sm, r: Int32) -> Int32:
@@ -50,11 +52,6 @@ def part_tokens(shape: KernelShape, length: Int32) -> Int32:
     short = ptx.smaller((length + DIRECT_PARTS - 1) >> DIRECT_PARTS.bit_length() - 1, Int32(PART))
     most = ptx.larger(short, (length + shape.splits - 1) >> shape.splits.bit_length() - 1)
     return (ptx.larger(most, Int32(SHORT_PART)) + SLOT_TOKENS - 1) & -SLOT_TOKENS
-
-
-def part_count(shape: KernelShape, length: Int32) -> Int32:
-    tokens = part_tokens(shape, length)
-    return (length + tokens - 1) // tokens
 
 
 def units(shape: KernelShape) -> int:
@@ -142,65 +139,100 @@ def keep_vector(sm: Sm, address: Int32, words: cute.Tensor):
         ptx.st_shared_v2_b32(address + 2 * L + sm.lane * 8, words[2 * last], words[2 * last + 1])
 
 
+class Parts:
+    """Into how many parts the sequence of a batch row was cut: part i is there where i * tokens < length."""
+
+    def __init__(self, sm: Sm, r: Int32):
+        self.length = seq_len(sm, r)
+        self.tokens = part_tokens(sm.shape, self.length)
+
+
+def has_part(parts: Parts, index: Int32) -> Boolean:
+    return index * parts.tokens < parts.length
+
+
+def few(parts: Parts) -> Boolean:
+    """Whether every SM reads the parts of its heads itself."""
+    return parts.length <= DIRECT_PARTS * parts.tokens
+
+
 @cute.jit
 def sum_parts(
-    sm: Sm, f: Fields, r: Int32, head: Int32, first: Int32, slices: cutlass.Constexpr, parts: Int32, area: Int32
+    sm: Sm, f: Fields, r: Int32, head: Int32, heads: cutlass.Constexpr, first: Int32, slices: cutlass.Constexpr,
+    parts: Parts, area: Int32,
 ):  # fmt: skip
     """o = sum over parts of exp(largest_i - largest) * part_i / sum over parts of exp(largest_i - largest) * sum_i
 
-    All warps, for `slices` slices of 64 columns of one head: each adds up 8 parts of a slice, two columns a lane, all
-    its loads on their way at once, and leaves them in `area`; `summed` adds those up.
+    All warps, for `slices` slices of 64 columns of one head or two: each adds up 8 parts of a slice, two columns a
+    lane, all its loads on their way at once, and leaves them in `area`; `summed` adds those up.
     """
-    L, most = sm.shape.kv_lora_rank, CONSUMER_WARPS // slices * SUM_PARTS
-    group, held = sm.warp >> slices.bit_length() - 1, -(-most // 32)
-    column = (first + (sm.warp & (slices - 1))) * SUM_COLUMNS + 2 * sm.lane
-    a, b = Float32(0.0), Float32(0.0)
-    if (SUM_PARTS * group < parts) & (column - 2 * sm.lane < L):
-        at, tag, last = (r * sm.shape.mla_heads + head) * sm.shape.splits, sm.tag + f["sub"], parts - 1
-        data = f["part"] + at * L + ptx.select(column < L, column, Int32(0))
-        ml = cute.make_rmem_tensor(2 * held, Int32)
-        words = cute.make_rmem_tensor(2 * SUM_PARTS, Int32)
-        ready, polls = Int32(0), Int32(0)
-        while ready == 0:
-            tags, wrong = cute.make_rmem_tensor(2 * held + 2 * SUM_PARTS, Int32), Int32(0)
-            for j in cutlass.range_constexpr(held):
-                k, i = 2 * j, ptx.smaller(sm.lane + 32 * j, last)
-                ml[k], tags[k], ml[k + 1], tags[k + 1] = ptx.ld_word_pair(word_address(sm, f["ml"] + 2 * (at + i)))
-            for j in cutlass.range_constexpr(SUM_PARTS):
-                k, i = 2 * j, ptx.smaller(SUM_PARTS * group + j, last)
-                words[k], tags[2 * held + k], words[k + 1], tags[2 * held + k + 1] = ptx.ld_word_pair(
-                    word_address(sm, data + i * L)
-                )
-            for j in cutlass.range_constexpr(2 * held + 2 * SUM_PARTS):
-                wrong = wrong | (tags[j] ^ tag)
+    L, splits, held = sm.shape.kv_lora_rank, sm.shape.splits, -(-CONSUMER_WARPS // slices * SUM_PARTS // 32)
+    start = (sm.warp >> slices.bit_length() - 1) * SUM_PARTS
+    column = (first + (sm.warp & (slices - 1))) * SUM_COLUMNS
+    sums = cute.make_rmem_tensor(2 * heads, Float32)
+    for i in cutlass.range_constexpr(2 * heads):
+        sums[i] = Float32(0.0)
+    if has_part(parts, start) & (column < L):
+        at = (r * sm.shape.mla_heads + head) * splits
+        column = ptx.select(column + 2 * sm.lane < L, column + 2 * sm.lane, Int32(0))
+        ml = cute.make_rmem_tensor(2 * heads * held, Int32)
+        words = cute.make_rmem_tensor(2 * heads * SUM_PARTS, Int32)
+        first_ml = word_address(sm, f["ml"] + 2 * (at + sm.lane))
+        first_word = word_address(sm, f["part"] + (at + start) * L + column)
+        present = ptx.ballot(has_part(parts, (start & -32) + sm.lane)) >> (start & 31)
+        tag, ready, polls = sm.tag + f["sub"], Int32(0), Int32(0)
+        while ready == 0:  # words of parts that are not there are loaded too, and not looked at
+            wrong = Int32(0)
+            ml_tags = cute.make_rmem_tensor(2 * heads * held, Int32)
+            tags = cute.make_rmem_tensor(2 * heads * SUM_PARTS, Int32)
+            for k in cutlass.range_constexpr(heads * held):
+                address = first_ml + 16 * (k // held * splits + 32 * (k % held))
+                ml[2 * k], ml_tags[2 * k], ml[2 * k + 1], ml_tags[2 * k + 1] = ptx.ld_word_pair(address)
+            for k in cutlass.range_constexpr(heads * SUM_PARTS):
+                address = first_word + 8 * L * (k // SUM_PARTS * splits + k % SUM_PARTS)
+                words[2 * k], tags[2 * k], words[2 * k + 1], tags[2 * k + 1] = ptx.ld_word_pair(address)
+            for k in cutlass.range_constexpr(heads * held):
+                bad = (ml_tags[2 * k] ^ tag) | (ml_tags[2 * k + 1] ^ tag)
+                wrong = wrong | ptx.select(has_part(parts, sm.lane + 32 * (k % held)), bad, Int32(0))
+            for k in cutlass.range_constexpr(heads * SUM_PARTS):
+                bad = (tags[2 * k] ^ tag) | (tags[2 * k + 1] ^ tag)
+                wrong = wrong | ptx.select((present & (1 << k % SUM_PARTS)) != 0, bad, Int32(0))
             ready = ptx.select(wrong == 0, Int32(1), Int32(0))
             polls += 1
             if (polls & (POLLS_BETWEEN_LOOKS - 1)) == 0:
                 if give_up(sm, f.number) != 0:
                     ready = Int32(1)
-        mine = _shares(sm, ml, held, parts, group)
-        for i in cutlass.range_constexpr(SUM_PARTS):
-            share = ptx.shfl(mine, (SUM_PARTS * group + i) & 31)
-            a, b = a + share * ptx.bits_float(words[2 * i]), b + share * ptx.bits_float(words[2 * i + 1])
-    ptx.st_shared_v2_f32(area + (sm.warp * 32 + sm.lane) * 8, a, b)
+        for h in cutlass.range_constexpr(heads):
+            share = _share(sm, ml, 2 * h * held, held, parts, start)
+            for i in cutlass.range_constexpr(SUM_PARTS):
+                k, weight, there = 2 * (h * SUM_PARTS + i), ptx.shfl(share, (start + i) & 31), present & (1 << i)
+                for n in cutlass.range_constexpr(2):
+                    more = sums[2 * h + n] + weight * ptx.bits_float(words[k + n])
+                    sums[2 * h + n] = ptx.select_f32(there != 0, more, sums[2 * h + n])
+    for h in cutlass.range_constexpr(heads):
+        ptx.st_shared_v2_f32(area + h * AREA + (sm.warp * 32 + sm.lane) * 8, sums[2 * h], sums[2 * h + 1])
 
 
 @cute.jit
-def _shares(sm: Sm, ml: cute.Tensor, held: cutlass.Constexpr, parts: Int32, group: Int32) -> Float32:
-    """What is to become of each part: of part `lane` of those 32 that the group's are among. 0 past the last one."""
+def _share(
+    sm: Sm, ml: cute.Tensor, at: cutlass.Constexpr, held: cutlass.Constexpr, parts: Parts, start: Int32
+) -> Float32:  # fmt: skip
+    """What is to become of each part: of part `lane` of those 32 that part `start` is among; 0 where there is none."""
     largest, total = Float32(NO_SCORE), Float32(0.0)
     for j in cutlass.range_constexpr(held):
-        largest = ptx.fmax(largest, ptx.bits_float(ml[2 * j]))  # past the last part that one is there again
+        top = ptx.select_f32(has_part(parts, sm.lane + 32 * j), ptx.bits_float(ml[at + 2 * j]), Float32(NO_SCORE))
+        largest = ptx.fmax(largest, top)
     largest = warp_max(largest)
     weights = cute.make_rmem_tensor(held, Float32)
     for j in cutlass.range_constexpr(held):
-        weight = ptx.exp2_approx((ptx.bits_float(ml[2 * j]) - largest) * LOG2E)
-        weights[j] = ptx.select_f32(sm.lane + 32 * j < parts, weight, Float32(0.0))
-        total = total + weights[j] * ptx.bits_float(ml[2 * j + 1])
+        weight, there = ptx.exp2_approx((ptx.bits_float(ml[at + 2 * j]) - largest) * LOG2E), sm.lane + 32 * j
+        weights[j] = ptx.select_f32(has_part(parts, there), weight, Float32(0.0))
+        of_part = weight * ptx.bits_float(ml[at + 2 * j + 1])
+        total = total + ptx.select_f32(has_part(parts, there), of_part, Float32(0.0))
     mine, total = weights[0], warp_sum(total)
     for j in cutlass.range_constexpr(1, held):
-        mine = ptx.select_f32((SUM_PARTS * group) >> 5 == j, weights[j], mine)
-    return ptx.select_f32(mine > Float32(0.0), ptx.div_full(mine, total), mine)
+        mine = ptx.select_f32(start >> 5 == j, weights[j], mine)
+    return ptx.div_full(mine, total)
 
 
 def summed(sm: Sm, area: Int32, slices: int) -> tuple[Float32, Float32]:

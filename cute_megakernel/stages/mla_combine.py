@@ -3,13 +3,14 @@
 Every SM does it for the heads that its tiles of that row read: up to 16 parts by itself, more from MLA_REDUCE.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
 from cute_megakernel import ptx
 from cute_megakernel.core import Fields, Sm, poll_pair, region, sync, word_address
 from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DIRECT_PARTS, SUM_PARTS
-from cute_megakernel.stages.mla_cache import part_count, seq_len, sum_parts, summed
+from cute_megakernel.stages.mla_cache import AREA, Parts, few, sum_parts, summed
 
 DIRECT_SLICES = CONSUMER_WARPS * SUM_PARTS // DIRECT_PARTS  # all columns of a head, by all warps
 
@@ -18,19 +19,29 @@ DIRECT_SLICES = CONSUMER_WARPS * SUM_PARTS // DIRECT_PARTS  # all columns of a h
 def mla_combine(sm: Sm, f: Fields, low: Int32, high: Int32):
     """x <- o_latent of the heads that tiles [low, high) of the following row read, `group_pad` columns a head."""
     if low < high:
-        first, end, turn = low // f["groups"], (high - 1) // f["groups"] + 1, Int32(0)
+        first, end, turn = (low * f["magic"]) >> 20, (((high - 1) * f["magic"]) >> 20) + 1, Int32(0)
         for r in range(f["r0"], f["r1"]):
-            parts = part_count(sm.shape, seq_len(sm, r))
-            x = region(sm, "x") + (r - f["r0"]) * f["x_pitch"]
-            if parts > DIRECT_PARTS:
-                _load_heads(sm, f, r, first, end, x)
+            parts, x = Parts(sm, r), region(sm, "x") + (r - f["r0"]) * f["x_pitch"]
+            if few(parts):
+                head = first
+                while head < end:
+                    area, at = region(sm, "sums") + turn * (2 * AREA), x + (head - first) * f["group_pad"] * 2
+                    if head + 1 < end:
+                        _heads(sm, f, r, head, 2, parts, at, area)
+                    else:
+                        _heads(sm, f, r, head, 1, parts, at, area)
+                    head, turn = head + 2, turn ^ 1
             else:
-                for head in range(first, end):
-                    area = region(sm, "sums") + turn * (8 * CONSUMERS)
-                    sum_parts(sm, f, r, head, Int32(0), DIRECT_SLICES, parts, area)
-                    sync(sm)  # the other area is read before the next one
-                    _keep_head(sm, f, r, head, x + (head - first) * f["group_pad"] * 2, area)
-                    turn = turn ^ 1
+                _load_heads(sm, f, r, first, end, x)
+
+
+@cute.jit
+def _heads(sm: Sm, f: Fields, r: Int32, head: Int32, heads: cutlass.Constexpr, parts: Parts, x: Int32, area: Int32):
+    """One head or two, from their parts."""
+    sum_parts(sm, f, r, head, heads, Int32(0), DIRECT_SLICES, parts, area)
+    sync(sm)  # the other areas are used next, and these only behind another one
+    for h in cutlass.range_constexpr(heads):
+        _keep_head(sm, f, r, head + h, x + h * f["group_pad"] * 2, area + h * AREA)
 
 
 @cute.jit

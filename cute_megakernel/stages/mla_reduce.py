@@ -7,8 +7,8 @@ from cutlass import Int32
 
 from cute_megakernel import ptx
 from cute_megakernel.core import Fields, Sm, region, sync, word_address
-from cute_megakernel.shape import DIRECT_PARTS, SUM_COLUMNS, KernelShape
-from cute_megakernel.stages.mla_cache import part_count, seq_len, sum_parts, summed
+from cute_megakernel.shape import SUM_COLUMNS, KernelShape
+from cute_megakernel.stages.mla_cache import Parts, few, sum_parts, summed
 
 
 def blocks(shape: KernelShape) -> int:
@@ -23,16 +23,16 @@ def mla_reduce(sm: Sm, f: Fields):
     while task < sm.shape.rows * heads * blocks(sm.shape):
         item = task // blocks(sm.shape)
         r = item // heads
-        parts = part_count(sm.shape, seq_len(sm, r))
-        if parts > DIRECT_PARTS:
+        parts = Parts(sm, r)
+        if few(parts) == 0:
             _reduce(sm, f, r, item - r * heads, task - item * blocks(sm.shape), parts)
         task += sm.shape.sms
 
 
 @cute.jit
-def _reduce(sm: Sm, f: Fields, r: Int32, head: Int32, block: Int32, parts: Int32):
+def _reduce(sm: Sm, f: Fields, r: Int32, head: Int32, block: Int32, parts: Parts):
     L, slices = sm.shape.kv_lora_rank, sm.shape.sum_slices
-    sum_parts(sm, f, r, head, block * slices, slices, parts, region(sm, "sums"))
+    sum_parts(sm, f, r, head, 1, block * slices, slices, parts, region(sm, "sums"))
     sync(sm)
     pair = block * (slices * SUM_COLUMNS // 2) + sm.thread
     if (sm.thread < slices * SUM_COLUMNS // 2) & (pair < L // 2):
