@@ -19,7 +19,6 @@ from cute_megakernel.schedule import Schedule
 IN_FRONT = {  # code of a row -> code of the rows of the same place that make what it finds
     Code.MOE_GATE_UP: Code.MOE_ROUTER,
     Code.MOE_DOWN: Code.MOE_ROUTER,
-    Code.MLA_DECODE: Code.MLA_KV_APPEND,
     Code.MLA_COMBINE: Code.MLA_DECODE,
     Code.ARGMAX: Code.LINEAR,
 }
