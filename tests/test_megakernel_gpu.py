@@ -72,6 +72,14 @@ def test_a_few_layers_alone_mini(family, count):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_long_sequences_mini(family):
+    """More parts than an SM puts together by itself, beside one; the last slot of a part full, and with the newest row
+    alone in it."""
+    model, lengths = mini(family), [2097, 4, 9008, 1025]
+    assert walk_steps(model, 4, lengths, steps=2, page=64, pages=144).passed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrong_weight_is_named_by_its_op_mini(family):
     """One weight off by a tenth, in the middle of the fused kernel."""
     model = some_layers(mini(family), 3)

@@ -9,7 +9,7 @@ from cutlass import Int32
 
 from cute_megakernel import ptx
 from cute_megakernel.core import Fields, Sm, poll_pair, region, sync, word_address
-from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DIRECT_PARTS, SUM_PARTS
+from cute_megakernel.shape import CONSUMER_WARPS, CONSUMERS, DIRECT_PARTS, SUM_COLUMNS, SUM_PARTS
 from cute_megakernel.stages.mla_cache import AREA, Parts, few, sum_parts, summed
 
 DIRECT_SLICES = CONSUMER_WARPS * SUM_PARTS // DIRECT_PARTS  # all columns of a head, by all warps
@@ -26,13 +26,19 @@ def mla_combine(sm: Sm, f: Fields, low: Int32, high: Int32):
                 head = first
                 while head < end:
                     area, at = region(sm, "sums") + turn * (2 * AREA), x + (head - first) * f["group_pad"] * 2
-                    if head + 1 < end:
-                        _heads(sm, f, r, head, 2, parts, at, area)
-                    else:
+                    some = ptx.smaller(end - head, Int32(together(sm)))
+                    if some == 1:
                         _heads(sm, f, r, head, 1, parts, at, area)
-                    head, turn = head + 2, turn ^ 1
+                    elif cutlass.const_expr(together(sm) == 2):
+                        _heads(sm, f, r, head, 2, parts, at, area)
+                    head, turn = head + some, turn ^ 1
             else:
                 _load_heads(sm, f, r, first, end, x)
+
+
+def together(sm: Sm) -> int:
+    """Heads at a time: two, and one wait for both, where they are wide enough to be worth the registers."""
+    return 2 if sm.shape.kv_lora_rank > 4 * SUM_COLUMNS else 1
 
 
 @cute.jit
