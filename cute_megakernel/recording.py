@@ -183,9 +183,9 @@ class Recorder:
             return value
         known = self.names[storage_id(value)]
         if isinstance(known, Buffer):
-            return View(known, value.storage_offset(), value[0].numel())
+            return View(known, int(value.storage_offset()), value[0].numel())
         if isinstance(known, Weight):
-            return Weight(known.path, tuple(value.shape), value.storage_offset())
+            return Weight(known.path, tuple(value.shape), int(value.storage_offset()))
         return known
 
 
@@ -209,7 +209,7 @@ def _paths(owner, prefix: str):
 
 def _without_data(weights):
     """The same dataclass with meta tensors."""
-    changes = {}
+    changes: dict[str, object] = {}
     for item in dataclasses.fields(weights):
         value = getattr(weights, item.name)
         if isinstance(value, Tensor):
