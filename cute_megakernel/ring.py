@@ -1,7 +1,7 @@
 """The ring of weights, stated twice: slots that the streaming warp fills for a row, and slots that the consumers step
 over. The two must agree for every outcome of the router and for every kind and length of batch row.
 
-    streamed(shape, f, code, part, outcome)    bytes of each slot, as `stream.py` copies them
+    streamed(shape, f, code, part, outcome)    bytes of each slot, as `stream*.py` copy them
     consumed(shape, f, code, part, outcome)    number of slots, as the stages count them
     walk(steps, slots)                         where stream and consumers of an SM would wait for each other for ever
 
