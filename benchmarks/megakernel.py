@@ -26,7 +26,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from kimi_kernels.backends import check_megakernel, make_ops
+from kimi_kernels.backends import BackendError, check_megakernel, make_ops
 from kimi_kernels.bench import describe_machine, write_json
 from kimi_kernels.bench_megakernel import NAME, FusedBench, fused_schedule, layer_walks, walk_layers
 from kimi_kernels.bench_rows import Bench, Row
@@ -69,8 +69,11 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := set(args.cases.split(",")) - set(CASES):
         parser.error(f"--cases: {', '.join(sorted(unknown))} is not among {', '.join(CASES)}")
     cases = {name: CASES[name] for name in args.cases.split(",")}
-    for rows in args.rows:
-        check_megakernel("cuda", torch.bfloat16, rows)
+    try:
+        for rows in args.rows:
+            check_megakernel("cuda", torch.bfloat16, rows)
+    except (BackendError, ValueError) as error:
+        parser.exit(2, f"{error}\n")
     build_ahead([(case, rows) for case in cases.values() for rows in args.rows])
     ceiling, shapes = read_ceiling()
     result: dict = {**describe_machine(), "passed": False, "read_ceiling_gb_per_s": ceiling / 1e9, "shapes": shapes}

@@ -5,8 +5,8 @@
 
 Rows keep their units, places and order. A row whose input was in shared memory gets a load in front, so that the input
 can be given. What else a row finds there, or in words that are no activations, is made by the rows that make it in the
-step: the list of experts, the parts of mla_decode, the scores of bank rows. Those rows run too, on given inputs; where
-ops share a row, as those of a KDA head do, they run together.
+step: the list of experts, the parts of mla_decode and the sums of many of them, the scores of bank rows, the best logit
+of each SM. Those rows run too, on given inputs; where ops share a row, as those of a KDA head do, they run together.
 """
 
 from dataclasses import replace
@@ -16,11 +16,12 @@ from cute_megakernel.recording import Buffer
 from cute_megakernel.rows import Code, Row
 from cute_megakernel.schedule import Schedule
 
-IN_FRONT = {  # code of a row -> code of the rows of the same place that make what it finds
-    Code.MOE_GATE_UP: Code.MOE_ROUTER,
-    Code.MOE_DOWN: Code.MOE_ROUTER,
-    Code.MLA_COMBINE: Code.MLA_DECODE,
-    Code.ARGMAX: Code.LINEAR,
+IN_FRONT = {  # code of a row -> codes of the rows of the same place that make what it finds
+    Code.MOE_GATE_UP: (Code.MOE_ROUTER,),
+    Code.MOE_DOWN: (Code.MOE_ROUTER,),
+    Code.MLA_REDUCE: (Code.MLA_DECODE,),
+    Code.MLA_COMBINE: (Code.MLA_DECODE, Code.MLA_REDUCE),
+    Code.ARGMAX: (Code.LINEAR,),
 }
 
 
@@ -56,8 +57,8 @@ def in_front(rows: list[Row], number: int) -> list[int]:
     row = rows[number]
     if row.code == Code.MIX:
         return [n for n in range(number) if row.args.get("mix") in rows[n].args.get("mixes", ())]
-    wanted = Code.MLA_COMBINE if row.args.get("x_local") else IN_FRONT.get(row.code)
-    return [n for n in range(number) if rows[n].code == wanted and rows[n].place == row.place]
+    wanted = (Code.MLA_COMBINE,) if row.args.get("x_local") else IN_FRONT.get(row.code, ())
+    return [n for n in range(number) if rows[n].code in wanted and rows[n].place == row.place]
 
 
 def inputs_of(part: Schedule) -> list[Buffer]:

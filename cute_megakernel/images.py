@@ -7,9 +7,10 @@
     experts         [E, N, C] bfloat16: the weight itself; or MXFP4: [E, N/8, C/64, 272] bytes
     paired experts  bfloat16: the weight itself; MXFP4: the same with gate and up rows alternating
 
-bfloat16 weights are not copied, but where rows are no whole tiles (N in eights, of each half where paired), inputs no
-whole blocks (C in 32s) or rows do not begin at multiples of 16 bytes: those get zeros to whole ones. MXFP4 stays at 4
-bits: a block is 8 outputs by 64 inputs, 256 bytes of codes and 16 bytes of scales. `stages/tiles.py` decodes them.
+bfloat16 weights are not copied, but for absorb and expand (kv_b, 8 MB a layer of real size), and where rows are no
+whole tiles (N in eights, of each half where paired), inputs no whole blocks (C in 32s) or rows do not begin at
+multiples of 16 bytes: those get zeros to whole ones. MXFP4 stays at 4 bits: a block is 8 outputs by 64 inputs, 256
+bytes of codes and 16 bytes of scales. `stages/tiles.py` decodes them.
 """
 
 import torch

@@ -1,9 +1,10 @@
 """From recorded op calls to rows: which calls share a row, in which order, and what is loaded when.
 
-Three passes, each over a plain list:
+Four passes, each over a plain list:
 
     fuse      calls -> rows; activations and sums join the projection before them
     arrange   inside an MoE block, work that needs no expert ids goes before the work that does
+    split     a row whose input does not fit for all batch rows is repeated for a few of them at a time
     load      a row whose input is not what the SM holds gets a load in front of it
 """
 
@@ -48,7 +49,7 @@ class Fuse:
             for view in (call.args.get("raw_decay"), call.args.get("out_gate"))
             if isinstance(view, View) and view.width == view.buffer.width
         }
-        self._mixes_left = [c for c in recording.calls if c.op == "attn_res_norm"]
+        self._mixes = [c for c in recording.calls if c.op == "attn_res_norm"]
         self._scored: set[tuple[int, int]] = set()
         for call in recording.calls:
             getattr(self, call.op)(call)
@@ -61,13 +62,13 @@ class Fuse:
             self._maker[buffer.index] = row
         return row
 
-    # sums and norms: x in every SM
+    # embedding and norms: x in every SM; sums: behind the row that makes an operand
 
     def embedding(self, call: Call):
         self._embedded[call.outputs[0].index] = call
 
     def residual_add(self, call: Call):
-        """Joins the projection that makes the later operand; the other one is there before."""
+        """Joins the row that makes the later operand; the other one is there before."""
         operands = [call.args["x"], call.args["delta"]]
         made = [view for view in operands if view.buffer.index in self._maker]
         later = max(made, key=lambda view: self._order(self._maker[view.buffer.index]))
@@ -119,7 +120,7 @@ class Fuse:
         self._add(row)
 
     def _mix_index(self, call: Call) -> int:
-        return self._mixes_left.index(call)
+        return self._mixes.index(call)
 
     def _score(self, view: View):
         """Scores of a new bank row for all mixes that read it, in one row."""
@@ -129,7 +130,7 @@ class Fuse:
         if view.buffer.index in self._embedded:  # a bank row that nothing has computed yet
             call = self._embedded[view.buffer.index]
             self._mix(call, view, None)
-        users = [c for c in self._mixes_left if view in c.args["bank"]]
+        users = [c for c in self._mixes if view in c.args["bank"]]
         row = Row(Code.BANK_SCORES, users[0].place, [], units=len(users), reads=[view])
         row.args = {
             "src": view,
@@ -292,7 +293,7 @@ class Fuse:
     # MLA
 
     def mla_kv_append(self, call: Call):
-        """Made when the expansion is: mla_decode does not wait for it."""
+        """Held back: its row goes behind mla_expand_value, because nobody in this launch waits for it."""
         row = Row(Code.MLA_KV_APPEND, call.place, [call.index], units=self.recording.rows, reads=[call.args["ckv"]])
         row.args = {"ckv": call.args["ckv"], "norm": call.args["norm_weight"], "eps": call.args["eps"]}
         row.args["pool"] = call.args["latent_cache"]
@@ -400,8 +401,6 @@ def split_rows(rows: list[Row], x_bytes: int, batch: int) -> list[Row]:
             if part.rows[1] < batch:
                 part.calls = []
             result.append(part)
-            if "for" in row.args:
-                part.args["for"] = row.args["for"]
     return result
 
 

@@ -1,4 +1,4 @@
-"""One instance of the megakernel: images of the weights, workspace, table and the compiled kernel for a batch size.
+"""One instance of the megakernel: weights, workspace, table and the compiled kernel for a batch size.
 
     kernel = Megakernel(config, Images(weights), state, rows=1)
     output = kernel.step(tokens, batch)            one launch; StepOutput(tokens, logits), valid until the next step
@@ -64,6 +64,8 @@ class Megakernel:
             raise ValueError(f"Megakernel: dtype must be bfloat16, got {config.dtype}")
         self.config, self.images, self.state, self.rows = config, images, state, rows
         device = images.device
+        if device.type != "cuda":
+            raise BackendError(f"Megakernel: the weights must be on a GPU, they are on {device}")
         available = torch.cuda.get_device_properties(device).multi_processor_count
         sms = sms or available
         if sms > available:
@@ -110,8 +112,10 @@ class Megakernel:
         """Op call `index` of the recording as a launch of its own, for debugging. -> what rows hand on of its outputs
 
         `inputs` are the activations that `inputs_of` names, by index, each whole; weights and pools are those of the
-        instance, pools change. What `alone` puts in front runs too. Waits; raises ValueError for inputs of a wrong
-        form, MegakernelError where the launch could not finish.
+        instance, pools change. The query of mla_decode lies as the rows hand it on: heads packed [H, L], without the
+        unrotated dims, which are read from the projection's query; the rest of its row means nothing. What `alone`
+        puts in front runs too. Waits; raises ValueError for inputs of a wrong form, MegakernelError where the launch
+        could not finish.
         """
         self._check_inputs(tokens, batch)
         part = alone(self.schedule, index)

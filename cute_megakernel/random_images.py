@@ -1,4 +1,4 @@
-"""Random weights directly in image form: a whole model to time, without a second copy of it in the plain layout.
+"""Random weights as `Images` hands them out: a whole model to time, MXFP4 experts made as blocks at once.
 
     kernel = Megakernel(config, RandomImages(meta_weights(whole, tp), generator), state)
 

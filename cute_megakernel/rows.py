@@ -15,12 +15,13 @@ from kimi_kernels.places import Place
 class Code(IntEnum):
     """What the row does; the handlers of the same names are in `stages/`."""
 
-    MIX = 0  # x <- activations: embedding, residual_add, attn_res_norm, rms_norm, or a plain load
+    MIX = 0  # x <- activations: embedding, attn_res_norm, rms_norm, or a plain load
     BANK_SCORES = 1  # scores of one bank row for the mixes that will read it
-    LINEAR = 2  # linear, router_logits, mla_absorb_query, mla_expand_value, with situ, swiglu, output_gate behind
+    # linear, router_logits, mla_absorb_query, mla_expand_value, with residual_add, situ, swiglu, output_gate behind
+    LINEAR = 2
     MOE_ROUTER = 3
     MOE_GATE_UP = 4
-    MOE_DOWN = 5
+    MOE_DOWN = 5  # with residual_add behind
     KDA_HEAD = 6  # all ops of one head of one batch row, from in_proj to the gated norm
     MLA_KV_APPEND = 7
     MLA_DECODE = 8
@@ -73,7 +74,7 @@ TILE_ROWS = 8  # outputs of one tile
 
 @dataclass
 class Row:
-    """`args` holds Views, Weights, Pools, Buffers and numbers by field name; see `table.py` for how they are packed."""
+    """`args` holds Views, Weights, Pools, Buffers and numbers by field name; `encode.py` packs them into words."""
 
     code: Code
     place: Place

@@ -54,7 +54,7 @@ def check_megakernel(device: torch.device | str, dtype: torch.dtype | None = Non
     if not 1 <= rows <= most:
         raise ValueError(f"backend megakernel: batch must be in [1, {most}], got {rows}")
     if torch.device(device).type != "cuda" or not torch.cuda.is_available():
-        found = "torch sees none here" if not torch.cuda.is_available() else f"the device is {device}"
+        found = "torch sees no GPU here" if not torch.cuda.is_available() else f"the device is {device}"
         raise BackendError(
             f"backend megakernel needs an sm_90a or sm_100a GPU and the package nvidia-cutlass-dsl: {found}"
         )

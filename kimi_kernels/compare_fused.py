@@ -5,7 +5,7 @@ each op alone: its bound is that of the inputs it had inside the fused kernel.
     report.passed, report.failure, report.ops
 
 The other side runs op by op on the same tapped inputs, on copies of what an op changes. The workspace is NaN before
-each launch, so a tap that nothing wrote shows. A sum that no row hands on, because it is folded into the next mix, is
+each launch, so a tap that nothing wrote shows. What no row hands on is
 computed again with the rounding of the op. The run stops at the first op, in the order of the step, over its bound.
 """
 

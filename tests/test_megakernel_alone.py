@@ -44,9 +44,9 @@ FRONT = {  # op -> codes of the rows in front that are more than a load; an op t
     "moe_down": {Code.MOE_ROUTER},
     "moe_down_mxfp4": {Code.MOE_ROUTER},
     "residual_add": {Code.MOE_ROUTER},
-    "mla_decode": {Code.MLA_DECODE},
-    "mla_expand_value": {Code.MLA_DECODE, Code.MLA_COMBINE},
-    "output_gate": {Code.MLA_DECODE, Code.MLA_COMBINE},
+    "mla_decode": {Code.MLA_DECODE, Code.MLA_REDUCE},
+    "mla_expand_value": {Code.MLA_DECODE, Code.MLA_REDUCE, Code.MLA_COMBINE},
+    "output_gate": {Code.MLA_DECODE, Code.MLA_REDUCE, Code.MLA_COMBINE},
     "argmax": {Code.LINEAR},
 }
 
@@ -84,15 +84,15 @@ def test_the_rows_of_a_call_are_its_own_and_what_they_need(family, rows):
         assert max(mine) == max(own), "nothing runs behind it"
 
 
-def pages_of(config, rows: int) -> tuple[State, Batch]:
-    state = State.zeros(config, rows + 1, 6 * rows, 16)
+def pages_of(config, rows: int, pages: int = 6) -> tuple[State, Batch]:
+    state = State.zeros(config, rows + 1, pages * rows, 16)
     generator = torch.Generator().manual_seed(1)
     for pool in pools(state):
         pool.copy_(0.2 * torch.randn(pool.shape, generator=generator))
     lengths = torch.tensor([1, 17, 64, 65, 16, 96, 0, 33][-rows:]).int()
     slots = torch.where(lengths > 0, torch.arange(rows).flip(0), -1).int()
     is_new = torch.tensor([row % 3 == 1 for row in range(rows)])
-    return state, Batch(slots, is_new, lengths, torch.arange(6 * rows).int().reshape(rows, 6))
+    return state, Batch(slots, is_new, lengths, torch.arange(pages * rows).int().reshape(rows, pages))
 
 
 def copied(state: State) -> State:
@@ -145,6 +145,27 @@ def test_a_call_alone_writes_what_it_writes_in_the_emulated_step(family, rows):
         if call.op == "argmax":
             assert_same_bits(launch.logits, step.logits, "logits")
             assert launch.next_tokens.tolist() == step.next_tokens.tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_alone_over_many_parts_of_a_sequence(family):
+    """More parts than mla_combine takes by itself: they are summed up in front of it."""
+    (config, weights), schedule = on_cpu(family), schedule_of(family, 1)
+    before, batch = pages_of(config, 1, pages=140)
+    batch.seq_lens.fill_(2100)
+    step_of = Emulator(config, weights, copied(before), 1, schedule=schedule, taps=True)
+    step = step_of.begin(torch.tensor([1]), batch)
+    step_of.walk(step)
+    for call in schedule.recording.calls:
+        if call.op in ("mla_decode", "mla_expand_value"):
+            part = alone(schedule, call.index)
+            emulator = Emulator(config, weights, copied(before), 1, schedule=part, taps=True)
+            launch = emulator.begin(torch.tensor([1]), batch)
+            given = give(launch, part, step)
+            emulator.walk(launch)
+            written = torch.from_numpy((launch.tags == 0) & ~given)
+            assert written.any()
+            assert_same_bits(launch.payload[written], step.payload[written], call.op)
 
 
 class OneByOne:

@@ -39,7 +39,7 @@ def test_a_device_that_is_no_gpu_is_named(monkeypatch, hopper):
     with pytest.raises(BackendError, match="needs an sm_90a or sm_100a GPU .*: the device is cpu"):
         check_megakernel("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(BackendError, match="nvidia-cutlass-dsl: torch sees none here"):
+    with pytest.raises(BackendError, match="nvidia-cutlass-dsl: torch sees no GPU here"):
         Decoder(K3_MINI, meta_weights(K3_MINI), "megakernel", context=8, device="cuda")
 
 

@@ -4,9 +4,9 @@
     log_decay, beta = kda_gate    o = kda_recurrent         y = gated_rms_norm
 
 A unit is an item = batch row * heads + head. What does not depend on in_proj is loaded before the wait: the state and
-the tiles of f_b and g_b come through the ring into registers, the rest from memory. The words that the head needs are
-asked for all at once, each by its own thread; from there on everything passes through `LOCAL`. Pools are written last,
-behind the words that other SMs wait for.
+the tiles of f_b come through the ring into registers, those of g_b wait in their slots, the rest from memory. The
+words that the head needs are asked for all at once, each by its own thread; from there on everything passes through
+`LOCAL`. Pools are written last, behind the words that other SMs wait for.
 
 Rounding   as the ops one by one: raw_decay and out_gate to bfloat16, float32 between the others
 """

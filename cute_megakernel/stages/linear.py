@@ -1,4 +1,4 @@
-"""y = W x over this SM's tiles, with what follows it: rounding, an activation, a gate, the argmax.
+"""y = W x over this SM's tiles, with what follows it: rounding, residual sums, an activation, a gate, the argmax.
 
 linear, router_logits, mla_absorb_query and mla_expand_value are all rows of this code; the last two are one small
 projection a head, whose tiles read their own part of x (`batch_tiles`, `x_batch`). The small ones of a KDA head are
@@ -140,7 +140,7 @@ def _head(f: Fields, work: Work, first: Int32) -> Int32:
 
 @cute.jit
 def finish(sm: Sm, f: Fields, v: tuple, asked: tuple, at: Int32):
-    """Four sums, rounded, with the sums behind them, to `at` words behind the first of `dst`."""
+    """Four outputs, rounded, with the residual sums, to `at` words behind the first of `dst`."""
     low, high = ptx.pack_bf16(v[0], v[1]), ptx.pack_bf16(v[2], v[3])
     if f["tap"] >= 0:
         ptx.st_word_pair(word_address(sm, f["tap"] + at), low, high, sm.tag)

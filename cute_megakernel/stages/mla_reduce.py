@@ -1,5 +1,5 @@
 """The parts of long sequences put together, each SM some columns of some heads, for MLA_COMBINE to read: were every SM
-to read all parts of its heads, that would take longer than one more hand-over. A row of short ones is skipped.
+to read all parts of its heads, that would take longer than one more hand-over. A batch row of few parts is skipped.
 """
 
 import cutlass.cute as cute
