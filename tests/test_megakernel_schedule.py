@@ -16,6 +16,7 @@ from cute_megakernel.recording import record_local_step
 from cute_megakernel.rows import Code
 from cute_megakernel.schedule import Schedule, make_schedule
 from cute_megakernel.schedule_error import ScheduleError
+from cute_megakernel.shape import KernelShape
 from cute_megakernel.validate import check_balance
 from kimi_kernels.config import CONFIGS
 from kimi_kernels.meta_weights import meta_weights
@@ -202,8 +203,15 @@ def test_no_launch_begins_between_batch_rows_that_share_a_list_of_experts():
     validate.validate(schedule)
 
 
-def test_tiles_of_more_pieces_than_sums_are_refused():
-    """A group of no tiles would never end: 66 pieces of a K3 tile, 64 sums at four rows and more."""
+@pytest.mark.parametrize("rows", (1, 3, 4, 8))
+def test_k3_uncut_has_a_schedule_for_every_batch(rows):
+    """Its dense layer's tiles have the most pieces of all."""
+    validate.validate(Case("k3", rows, 1, 132, (0, 3)).schedule())
+
+
+def test_tiles_of_more_pieces_than_sums_are_refused(monkeypatch):
+    """A group of no tiles would never end: 66 pieces of a K3 tile, 64 sums."""
+    monkeypatch.setattr(KernelShape, "sums", 64)
     with pytest.raises(ScheduleError, match=r"dense down, LINEAR\): 66 pieces a tile: no tile fits the sums"):
         validate.validate(Case("k3", 4, 1, 132, (0,)).schedule())
 

@@ -144,7 +144,7 @@ def test_the_step_is_asked_after_the_wait_and_before_tokens_go_out(overlap, monk
 
 
 def test_rows_without_a_schedule_are_left_to_sglang(hopper):
-    """K3 uncut: more than two rows do not fit an SM's shared memory, and the log says so."""
+    """Where more rows do not fit, the log says so."""
     weights, device = meta_weights(KIMI_LINEAR_MINI, 1), torch.device("cuda")
     hopper.most_rows = 2
     chosen, why = runner.pick_runner(KIMI_LINEAR_MINI, weights, 8, device)
