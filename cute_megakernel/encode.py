@@ -226,7 +226,7 @@ class Encoder:
             wanted = self.taps and args[name] is not None
             values[name] = self.schedule.places[args[name].index].start if wanted else ABSENT
         for name in ("f_b", "g_b"):
-            values[name] = self.address("tiles", args[name]) if args[name] is not None else 0
+            values[name] = self.address("heads", args[name]) if args[name] is not None else 0
         for name, weight in (("weight", "conv"), ("A_log", "A_log"), ("weight2", "dt_bias"), ("norm", "norm")):
             values[name] = self.address("weight", args[weight])
         self._pool(values, args["pool"])

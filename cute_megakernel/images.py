@@ -4,6 +4,7 @@
     paired tiles    the same; a tile takes its rows in turn from the two halves of a stacked [gate | up]
     absorb          [H, NOPE, L] -> its transposes [H, L, NOPE]
     expand          [H, V, L], each head's rows together
+    heads           [H*K, F], all rows together: what a KDA head reads of it is one copy
     experts         [E, N, C] bfloat16: the weight itself; or MXFP4: [E, N/8, C/64, 272] bytes
     paired experts  bfloat16: the weight itself; MXFP4: the same with gate and up rows alternating
 
@@ -38,8 +39,14 @@ class Images:
         self._made: dict[tuple, Tensor] = {}
 
     def plain(self, weight: Weight) -> Tensor:
-        """The weight as it is."""
-        return self.tensors[weight.path]
+        """The weight as it is, if it lies together at a multiple of 16 bytes, else a copy that does."""
+        tensor = self.tensors[weight.path]
+        if tensor.is_meta or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0):
+            return tensor
+        key = ("plain", weight.path)
+        if key not in self._made:
+            self._made[key] = tensor.clone(memory_format=torch.contiguous_format)
+        return self._made[key]
 
     def image(self, kind: str, weight: Weight, scale: Weight | None = None) -> Tensor:
         key = (kind, weight.path, weight.start)
@@ -119,7 +126,7 @@ def image(kind: str, weight: Tensor, scale: Tensor | None = None) -> Tensor:
         both = (paired(weight), paired(scale)) if kind.startswith("paired") else (weight, scale)
         parts = zip(*(part.split(EXPERTS_AT_ONCE) for part in both), strict=True)
         return torch.cat([mxfp4_blocks(*part) for part in parts])
-    if kind in ("absorb", "expand"):
+    if kind in ("absorb", "expand", "heads"):
         return whole_rows(weight.transpose(-1, -2) if kind == "absorb" else weight, together=True)
     return whole_rows(weight, 2 if kind.startswith("paired") else 1)
 

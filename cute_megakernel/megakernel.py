@@ -17,6 +17,7 @@ from cute_megakernel.alone import alone, inputs_of
 from cute_megakernel.build import on_device, prove
 from cute_megakernel.encode import Encoder
 from cute_megakernel.images import Images
+from cute_megakernel.instance_checks import check_limits, check_schedule, check_state, check_step
 from cute_megakernel.launch import OVERLAP, TAGS_A_LAUNCH
 from cute_megakernel.recording import Pool, record_local_step
 from cute_megakernel.schedule import Schedule, make_schedule
@@ -67,12 +68,15 @@ class Megakernel:
         if device.type != "cuda":
             raise BackendError(f"Megakernel: the weights must be on a GPU, they are on {device}")
         available = torch.cuda.get_device_properties(device).multi_processor_count
-        sms = sms or available
-        if sms > available:
+        sms = available if sms is None else sms
+        if not 1 <= sms <= available:
             raise ValueError(f"Megakernel: {sms} SMs asked for, the device has {available}: they must all run at once")
+        check_limits(in_flight, limit_s)
+        check_state(config, images.weights, state)
         if schedule is None:
             slots, pages = _pool_sizes(state)
             schedule = make_schedule(record_local_step(config, images.weights, rows, slots, pages), config, sms)
+        check_schedule(schedule, rows, sms)
         prove(schedule)
         schedule.shape = replace(schedule.shape, delay=delay, trace=trace)
         self.schedule = schedule
@@ -93,7 +97,7 @@ class Megakernel:
 
     def step(self, tokens: Tensor, batch: Batch) -> StepOutput:
         """Runs one token of each row; `state` is updated in place. Raises ValueError for inputs of a wrong form."""
-        self._check_inputs(tokens, batch)
+        check_step(tokens, batch, self.rows, self.words.device)
         self._launch_rows(self.schedule, (self.fields, self.work), tokens, batch, 0, len(self.schedule.rows))
         return StepOutput(self.next_tokens, self.logits)
 
@@ -102,7 +106,7 @@ class Megakernel:
 
         For debugging, and as a proof: the bits are those of the one launch.
         """
-        self._check_inputs(tokens, batch)
+        check_step(tokens, batch, self.rows, self.words.device)
         starts = self.schedule.part_starts()
         for first, end in zip(starts, [*starts[1:], len(self.schedule.rows)], strict=True):
             self._launch_rows(self.schedule, (self.fields, self.work), tokens, batch, first, end)
@@ -117,7 +121,10 @@ class Megakernel:
         puts in front runs too. Waits; raises ValueError for inputs of a wrong form, MegakernelError where the launch
         could not finish.
         """
-        self._check_inputs(tokens, batch)
+        check_step(tokens, batch, self.rows, self.words.device)
+        calls = self.schedule.recording.calls
+        if not 0 <= index < len(calls):
+            raise ValueError(f"run_op: call must be in [0, {len(calls)}), got {index}")
         part = alone(self.schedule, index)
         for buffer in inputs_of(part):
             if buffer.index not in inputs:
@@ -125,7 +132,7 @@ class Megakernel:
             self.put(buffer.index, inputs[buffer.index])
         self._launch_rows(part, self._encode(part, taps=True), tokens, batch, 0, len(part.rows))
         self.check(part)
-        found = (self.handed_on(buffer.index) for buffer in self.schedule.recording.calls[index].outputs)
+        found = (self.handed_on(buffer.index) for buffer in calls[index].outputs)
         return tuple(tensor for tensor in found if tensor is not None)
 
     def _encode(self, schedule: Schedule, taps: bool) -> tuple[Tensor, Tensor]:
@@ -191,7 +198,10 @@ class Megakernel:
 
     def put(self, index: int, values: Tensor) -> None:
         """Hands `values` [rows, width] on as buffer `index` in the next launch."""
-        buffer, words = self.schedule.recording.buffers[index], self._words(index)
+        buffers = self.schedule.recording.buffers
+        if not 0 <= index < len(buffers):
+            raise ValueError(f"put: activation must be in [0, {len(buffers)}), got {index}")
+        buffer, words = buffers[index], self._words(index)
         if tuple(values.shape) != (buffer.rows, buffer.width) or values.dtype != buffer.dtype:
             want, got = f"[{buffer.rows}, {buffer.width}] {buffer.dtype}", f"{list(values.shape)} {values.dtype}"
             raise ValueError(f"put: activation {index} ({buffer.name}) must be {want}, got {got}")
@@ -220,21 +230,6 @@ class Megakernel:
         if index in outside:
             return outside[index]
         return self.tap(index) if any(buffer in row.writes for row in self.schedule.rows) else None
-
-    def _check_inputs(self, tokens: Tensor, batch: Batch) -> None:
-        expected = {
-            "tokens": (tokens, torch.int64, (self.rows,)),
-            "slots": (batch.slots, torch.int32, (self.rows,)),
-            "is_new": (batch.is_new, torch.bool, (self.rows,)),
-            "seq_lens": (batch.seq_lens, torch.int32, (self.rows,)),
-            "page_table": (batch.page_table, torch.int32, (self.rows, batch.page_table.shape[-1])),
-        }
-        for name, (tensor, dtype, shape) in expected.items():
-            if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device != self.words.device:
-                got = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
-                raise ValueError(f"step: {name} must be {list(shape)} {dtype} on {self.words.device}, got {got}")
-            if tensor.stride(-1) != 1:
-                raise ValueError(f"step: {name} must be contiguous along its last dim, got strides {tensor.stride()}")
 
     def _address(self, what: str, subject) -> int:
         """Device addresses for the table."""

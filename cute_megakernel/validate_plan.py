@@ -81,6 +81,7 @@ def _check_mix(schedule: Schedule, row: Row, f: Fields, where: str) -> None:
         where,
         f"{width} columns, the threads hold {4 * CONSUMERS * quads}",
     )
+    expect(f["norm"] == 0 or width % 8 == 0, where, f"{width} columns: weights of norms are sent for by 16 bytes")
     expect(width % 4 == 0 and f["group"] % 4 == 0 and f["group_pad"] % 4 == 0, where, "columns do not come in fours")
     expect(width % f["group"] == 0 and f["group"] <= f["group_pad"], where, "groups do not fill the row")
     expect(2 * (width // f["group"]) * f["group_pad"] <= f["x_pitch"], where, "a row of x runs into the next")
