@@ -8,6 +8,7 @@ row and the ring of each SM moves. What is proved, in this order:
     units    every tile, item and replicated row is done exactly once
     places   every activation has room, no two share a word
     calls    rows carry out the recorded calls, each complete once, with its own arguments (`validate_calls.py`)
+    fields   words say what their rows say (`validate_fields.py`)
     plan     shared memory, loops over threads, alignment and int32 fields as the kernel assumes them
     words    words are written once, and before the row that reads them; parts of mla_decode after their last reader
     local    what passes through shared memory is there, of the right batch rows and head (`validate_local.py`)
@@ -25,6 +26,7 @@ from cute_megakernel.schedule_error import ScheduleError, expect, label
 from cute_megakernel.shape import MAX_BANK
 from cute_megakernel.table_view import TableView
 from cute_megakernel.validate_calls import check_calls
+from cute_megakernel.validate_fields import check_fields
 from cute_megakernel.validate_local import check_local
 from cute_megakernel.validate_plan import check_plan
 from cute_megakernel.validate_ring import check_ring, router_outcomes
@@ -42,6 +44,7 @@ def validate(schedule: Schedule, outcomes: int = 2, seed: int = 0) -> None:
         view = TableView(schedule)
     except (ValueError, AssertionError, KeyError, StopIteration, TypeError, IndexError) as error:
         raise ScheduleError(f"the table cannot be encoded: {error!r}") from error
+    check_fields(schedule, view)
     check_plan(schedule, view)
     check_words(schedule, view)
     check_local(schedule, view)
