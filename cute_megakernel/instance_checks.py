@@ -24,7 +24,7 @@ def check_schedule(schedule: Schedule, rows: int, sms: int) -> None:
             raise ValueError(f"Megakernel: schedule must be for {want} {name}, it is for {got}")
 
 
-def check_state(config: KimiConfig, weights: ModelWeights, state: State) -> None:
+def check_state(config: KimiConfig, weights: ModelWeights, state: State, device: torch.device) -> None:
     """Pools of the layers of `weights`: shapes but for slots and pages, dtypes, what must be contiguous, alignment."""
     if len(state.layers) != len(weights.layers):
         raise ValueError(f"Megakernel: state must have {len(weights.layers)} layers, got {len(state.layers)}")
@@ -34,7 +34,7 @@ def check_state(config: KimiConfig, weights: ModelWeights, state: State) -> None
         if type(want) is not type(got):
             raise ValueError(f"{where} must be {type(want).__name__}, got {type(got).__name__}")
         for name, pool in vars(want).items():
-            _check_pool(f"{where}: {name}", pool, getattr(got, name), weights.embed.device)
+            _check_pool(f"{where}: {name}", pool, getattr(got, name), device)
 
 
 def _check_pool(where: str, want: Tensor, got: Tensor, device: torch.device) -> None:
@@ -42,7 +42,8 @@ def _check_pool(where: str, want: Tensor, got: Tensor, device: torch.device) -> 
     first = 2 if paged else 1  # dims that are free: slots, or pages and tokens of a page
     inner = list(want.shape[first:])
     fits = got.ndim == want.ndim and list(got.shape[first:]) == inner
-    if not fits or got.dtype != want.dtype or got.device != device:
+    elsewhere = got.device.type != device.type or device.index not in (None, got.device.index)
+    if not fits or got.dtype != want.dtype or elsewhere:
         free = ["any"] * first
         raise ValueError(
             f"{where} must be [{', '.join(map(str, [*free, *inner]))}] {want.dtype} on {device}, "

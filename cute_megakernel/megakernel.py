@@ -72,7 +72,7 @@ class Megakernel:
         if not 1 <= sms <= available:
             raise ValueError(f"Megakernel: {sms} SMs asked for, the device has {available}: they must all run at once")
         check_limits(in_flight, limit_s)
-        check_state(config, images.weights, state)
+        check_state(config, images.weights, state, device)
         if schedule is None:
             slots, pages = _pool_sizes(state)
             schedule = make_schedule(record_local_step(config, images.weights, rows, slots, pages), config, sms)

@@ -15,7 +15,7 @@ from kimi_kernels.meta_weights import meta_weights
 from kimi_kernels.state import KdaState, State
 
 CONFIG = KIMI_LINEAR_MINI
-WEIGHTS = meta_weights(CONFIG, 1)
+WEIGHTS, META = meta_weights(CONFIG, 1), torch.device("meta")
 
 
 def pools(**changes) -> State:
@@ -28,8 +28,8 @@ def pools(**changes) -> State:
 
 
 def test_right_pools_pass():
-    check_state(CONFIG, WEIGHTS, pools())
-    check_state(CONFIG, WEIGHTS, pools(recurrent=lambda pool: torch.cat([pool, pool], dim=1)[:, : pool.shape[1]]))
+    check_state(CONFIG, WEIGHTS, pools(), META)
+    check_state(CONFIG, WEIGHTS, pools(recurrent=lambda pool: torch.cat([pool, pool], dim=1)[:, : pool.shape[1]]), META)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_right_pools_pass():
 )
 def test_wrong_pools_are_named(change, message):
     with pytest.raises(ValueError, match=rf"Megakernel: state of layer \d+: {message}"):
-        check_state(CONFIG, WEIGHTS, pools(**change))
+        check_state(CONFIG, WEIGHTS, pools(**change), META)
 
 
 def test_a_slot_that_begins_between_two_copies_is_named():
@@ -54,16 +54,16 @@ def test_a_slot_that_begins_between_two_copies_is_named():
         return torch.empty(4 * (inner + 1), device="meta").as_strided(pool.shape, (inner + 1, *pool.stride()[1:]))
 
     with pytest.raises(ValueError, match="recurrent must begin, slot by slot, at multiples of 16 bytes"):
-        check_state(CONFIG, WEIGHTS, pools(recurrent=pitch_of_odd_floats))
+        check_state(CONFIG, WEIGHTS, pools(recurrent=pitch_of_odd_floats), META)
 
 
 def test_layers_of_another_model_are_named():
     layers = pools().layers
     with pytest.raises(ValueError, match=rf"state must have {len(layers)} layers, got {len(layers) - 1}"):
-        check_state(CONFIG, WEIGHTS, State(layers[1:]))
+        check_state(CONFIG, WEIGHTS, State(layers[1:]), META)
     kda = next(layer for layer in layers if isinstance(layer, KdaState))
     with pytest.raises(ValueError, match="must be MlaState, got KdaState"):
-        check_state(CONFIG, WEIGHTS, State((kda,) * len(layers)))
+        check_state(CONFIG, WEIGHTS, State((kda,) * len(layers)), META)
 
 
 def test_schedules_of_other_rows_or_sms_are_named():
