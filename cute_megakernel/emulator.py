@@ -53,8 +53,6 @@ class Emulator:
             raise ValueError(f"Emulator: order must be one of {ORDERS}, got {order!r}")
         if not 1 <= rows <= 8 or sms < 1:
             raise ValueError(f"Emulator: rows must be in [1, 8] and sms at least 1, got {rows} and {sms}")
-        if schedule is not None and schedule.shape.rows != rows:
-            raise ValueError(f"Emulator: schedule must be for {rows} rows, it is for {schedule.shape.rows}")
         if schedule is None:
             schedule = make_schedule(record_local_step(config, weights, rows), config, sms)
         self.schedule, self.view, self.order = schedule, TableView(schedule, taps), order
