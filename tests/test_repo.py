@@ -18,15 +18,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("kimi_kernels", "triton_ops", "cute_megakernel", "sglang_integration")
 SOURCES = [p for package in PACKAGES for p in sorted((ROOT / package).rglob("*.py"))]
 DOCS = ("README.md", "DESIGN.md", "MEASURED.md", "CONTRIBUTING.md")
-DSL_MODULES = (
-    "ptx",
-    "core",
-    "kernel",
-    "stream",
-    "stream_slots",
-    "stream_experts",
-    "stages",
-)  # of cute_megakernel: written in the DSL, import it
+# of cute_megakernel: written in the DSL, import it
+DSL_MODULES = ("ptx", "core", "kernel", "stream", "stream_slots", "stream_experts", "stages")
 ALLOWED_IMPORTS = {
     "kimi_kernels": {"kimi_kernels"},
     "triton_ops": {"triton_ops", "kimi_kernels"},
