@@ -60,10 +60,6 @@ def st_shared_b32(addr: Int32, value: Int32):
     inline_ptx("st.shared.b32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
 
-def st_shared_b64(addr: Int32, value: Int64):
-    inline_ptx("st.shared.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
-
-
 def st_shared_f32(addr: Int32, value: Float32):
     inline_ptx("st.shared.f32 [{$r0}], {$r1};", read_only_args=[addr, value])
 
@@ -118,11 +114,6 @@ def ld_global_b64(addr: Int64) -> Int64:
 def ld_fresh_b32(addr: Int64) -> Int32:
     """A word that other SMs may have written in this launch: read where all SMs agree, past the near cache."""
     return inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[addr])
-
-
-def ld_fresh_v4_b32(addr: Int64):
-    text = "ld.relaxed.gpu.global.v4.b32 { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];"
-    return inline_ptx(text, write_only_types=[Int32] * 4, read_only_args=[addr])
 
 
 def ld_fresh_u16(addr: Int64) -> Int32:
@@ -182,10 +173,6 @@ def st_global_v4_f32(addr: Int64, a: Float32, b: Float32, c: Float32, d: Float32
 
 def st_global_b64(addr: Int64, value: Int64):
     inline_ptx("st.global.b64 [{$r0}], {$r1};", read_only_args=[addr, value])
-
-
-def fence_gpu():
-    inline_ptx("fence.acq_rel.gpu;")
 
 
 def atomic_add(addr: Int64, value: Int32) -> Int32:
@@ -303,12 +290,6 @@ def not_below_u32(a: Int32, b: Int32) -> Boolean:
 
 def ballot(condition: Boolean) -> Int32:
     return cute.arch.vote_ballot_sync(condition)
-
-
-def first_bit(value: Int32) -> Int32:
-    """Place of the lowest set bit."""
-    text = "{ .reg .b32 t; brev.b32 t, {$r0}; bfind.shiftamt.u32 {$w0}, t; }"
-    return inline_ptx(text, write_only_types=[Int32], read_only_args=[value])
 
 
 def shfl_xor(value: Float32, mask: int) -> Float32:

@@ -97,7 +97,7 @@ def st_quad(address: Int32, first: Int32, second: Int32):
 def _mix_row(sm: Sm, f: Fields, r: Int32, quads: cutlass.Constexpr):
     """Thread t of the first `span` has columns 4(t + j * span) ... for each j below `quads`; the others only add zeros.
 
-    What is asked of memory is on its way before the first answer is looked at: one way there and back, not one each.
+    Weights are on their way first; then come the bank, row by row, and the prefix, whose quads are asked for together.
     """
     span, n_bank, norm = f["span"], f["n_bank"], address_of(f, "norm")
     mine = sm.thread < span
